@@ -76,7 +76,11 @@ inline void read_row(const TensorView& tensor, int head, int row, std::span<doub
 inline std::vector<float> widened(const TensorView& tensor) {
   std::vector<float> elements(static_cast<std::size_t>(tensor.heads) * static_cast<std::size_t>(tensor.tokens) *
                               static_cast<std::size_t>(tensor.dim));
-  for (std::size_t i = 0; i < elements.size(); ++i) elements[i] = load(tensor.data, tensor.dtype, i);
+  const auto dim = static_cast<std::size_t>(tensor.dim), row_count = elements.size() / dim;
+  const std::size_t row_bytes = tensor.stride_bytes();
+  for (std::size_t row = 0; row < row_count; ++row)
+    for (std::size_t c = 0; c < dim; ++c)
+      elements[row * dim + c] = load(tensor.data + row * row_bytes, tensor.dtype, c);
   return elements;
 }
 

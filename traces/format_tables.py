@@ -47,17 +47,21 @@ def limits(rule: dict) -> str:
         ("below", "below {}"),
         ("divides", "divides {}"),
         ("with", "exactly when `{}` is there"),
+        ("unless", "absent when `{}` is there"),
     ):
         if key in rule:
             words.append(text.format(rule[key]))
     if rule.get("ascending"):
         words.append("strictly ascending")
+    if rule.get("minus_infinity"):
+        words.append("finite or -infinity")
     return ", ".join(words)
 
 
 def presence(rule: dict) -> str:
     """Whether the object has to be there."""
-    return "required" if rule["required"] else "optional"
+    words = "required" if rule["required"] else "optional"
+    return words + (f", version {rule['since']}" if "since" in rule else "")
 
 
 def tables(schema: dict) -> str:

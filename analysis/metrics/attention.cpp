@@ -1,7 +1,8 @@
 // Effect of eviction on the attention of an eval query: recall, cosine similarity and L1 distance.
 //
-// With ã the softmax over the visible kept keys K' and m the mass of the full attention a on them, ã = a/m on K', so
-// all three follow from sums of a and a² over K'. The general comparison builds ã instead.
+// With ã the softmax over the visible kept keys K', m the mass of the full attention a on them and σ the share of the
+// sink logit (0 where the model has none), ã = a/(m+σ) on K', so all three follow from sums of a and a² over K'. The
+// general comparison builds ã instead.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,8 +14,8 @@
 namespace kvreplay {
 namespace {
 
-double recall(const Moments& kept, const Moments&) { return kept.mass; }
-double recall(const Comparison& compared) { return compared.mass; }
+double recall(const Moments& kept, const Moments& full) { return quotient(kept.mass, full.mass, 1.0); }
+double recall(const Comparison& compared) { return quotient(compared.mass, compared.full_mass, 1.0); }
 template <Alignment Comparison::* keys>
 double aligned_cosine(const Comparison& compared) {
   const Alignment& of = compared.*keys;
@@ -51,6 +52,8 @@ std::vector<double> unprotected_recall(const LayerFacts& facts) {
 /// Clamped to 0, because the two sums may differ by rounding.
 double sink_mass(const Moments& kept, const Moments&) { return std::max(0.0, kept.prompt_mass - kept.nosink_mass); }
 
+double sink_logit_mass(const Moments&, const Moments& full) { return std::max(0.0, 1.0 - full.mass); }
+
 double attention_cosine(const Moments& kept, const Moments& full) {
   return std::sqrt(quotient(kept.square, full.square, 0.0));
 }
@@ -67,7 +70,10 @@ double unaligned_cosine(const Moments& kept, const Moments& full) {
   return cosine(kept.unaligned_dot, kept.prompt_square, full.prompt_square, 0.0);
 }
 
-double l1(const Moments& kept, const Moments&) { return 2.0 * (1.0 - kept.mass); }
+double l1(const Moments& kept, const Moments& full) {
+  const double sink = std::max(0.0, 1.0 - full.mass);
+  return (full.mass - kept.mass) * (2.0 - quotient(sink, kept.mass + sink, 0.0));
+}
 double l1(const Comparison& compared) { return compared.l1; }
 
 const RegisteredMetric attention_recall_metric{{
@@ -75,8 +81,8 @@ const RegisteredMetric attention_recall_metric{{
     .summary = "share of the full attention that the kept keys receive",
     .unit = "share",
     .better = Better::higher,
-    .formula = "m = sum over K' of a(t,j); K' = visible kept keys before the boundary, all visible keys from the "
-               "boundary on, and t itself",
+    .formula = "sum over K' of a(t,j) / sum over all j of a(t,j), which is 1 without sink logits; K' = visible kept "
+               "keys before the boundary, all visible keys from the boundary on, and t itself",
     .source = "kvreplay; mean over eval queries and query heads, then over layers",
     .edges = "exactly 1 when every token is kept; 0/0 -> 1 in :prompt, :nosink and :unprotected; :oracle and "
              ":unprotected are undefined for dynamic sets; :worst of a single query is the value of that query",
@@ -103,7 +109,9 @@ const RegisteredMetric sink_mass_metric{{
     .formula = "sum of a(t,j) over the j in K' with j < 4 and j before the boundary",
     .source = "kvreplay; attention sinks after StreamingLLM, arXiv:2309.17453",
     .edges = "0 when no sink is kept or visible; 1 when the boundary is 1 to 4 and no other token is visible",
-    .variants = {{"", "per query head", OfMoments{{sink_mass}}}},
+    .variants = {{"", "per query head", OfMoments{{sink_mass}}},
+                 {"logit", "share that the sink logit of the query head receives, σ = 1 - sum over all j of a(t,j)",
+                  OfMoments{{sink_logit_mass}}}},
 }};
 
 const RegisteredMetric attention_cosine_metric{{
@@ -133,7 +141,8 @@ const RegisteredMetric attention_l1_metric{{
     .summary = "L1 distance between the full attention and the attention over kept keys (0 to 2)",
     .unit = "L1 norm",
     .better = Better::lower,
-    .formula = "|a - ã|_1 = 2 (1 - m) when kept keys are unchanged, m the attention recall",
+    .formula = "|a - ã|_1 = e (2m + σ) / (m + σ) when kept keys are unchanged, m and e the attention of kept and of "
+               "evicted keys, σ that of the sink logit; 2 (1 - m) without sink logits",
     .source = "ChunkKV, Table 8; the identity is kvreplay's",
     .edges = "exactly 0 when every token is kept",
     .variants = {{"", "over all visible keys", OfMoments{{l1, l1}}, true}},

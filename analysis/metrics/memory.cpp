@@ -40,7 +40,7 @@ LayerValues scored_compression(const LayerFacts& facts) {
 /// Bytes of one token's key and value in one KV head.
 double token_bytes(const LayerFacts& facts) {
   const LayerTensors& tensors = facts.view.tensors();
-  return static_cast<double>(tensors.k.row_bytes() + tensors.v.row_bytes());
+  return static_cast<double>(tensors.token_bytes());
 }
 
 /// Bytes of the given number of tokens per row.
@@ -112,13 +112,12 @@ LayerValues mean_bytes(const LayerFacts& facts) { return {{}, bytes_over_time(fa
 /// Mean over eval queries t and rows of |K'|: kept tokens that t sees, the continuation up to t, and t itself.
 LayerValues held_tokens(const LayerFacts& facts) {
   const LayerSelection& selection = facts.selection;
-  const int window = facts.view.tensors().sliding_window;
   double held = 0;
   for (const std::int32_t t : facts.view.eval_queries()) {
     const KeptSet at_query = selection.differs_by_query() ? selection.seen_by(t) : KeptSet();
     const KeptSet& set = selection.differs_by_query() ? at_query : selection.set;
     double of_rows = 0;
-    const int first = window > 0 ? std::max(0, t - window + 1) : 0;
+    const int first = facts.view.tensors().first_visible(t);
     const int after = std::max(0, t + 1 - std::max(set.tokens(), first));
     for (int row = 0; row < set.rows(); ++row) {
       const bool alone = t < set.tokens() && !set.keeps(row, t);

@@ -1,9 +1,11 @@
 // The O(n²) work and nothing else, behind pure virtual calls: one implementation for each kind of machine.
 //
-// a(t,j) is the softmax over the visible keys j of query t (j <= t; j > t - W in a layer with a sliding window W) of
-// z(t,j) = softmax_scale <q_t, k_j>, soft-capped where the layer says so. Inputs are widened to float32, the row
-// maximum is subtracted, sums over rows and keys are float64 or compensated, in an order that does not depend on the
-// number of threads: the same input gives the same bits. Equal keys give equal results, wherever they stand.
+// a(t,j) is the softmax over the visible keys j of query t (j <= t; j > t - W in a layer with a sliding window W; from
+// the start of t's chunk on in a layer with chunks) of z(t,j) = softmax_scale <q_t, k_j>, soft-capped where the layer
+// says so. Where the layer has a sink logit s_h, the sum of the softmax has exp(s_h) beside the terms of the keys, and
+// a is not normalised again. Inputs are widened to float32, the row maximum is subtracted, sums over rows and keys are
+// float64 or compensated, in an order that does not depend on the number of threads: the same input gives the same
+// bits. Equal keys give equal results, wherever they stand.
 #pragma once
 
 #include <cstdint>
@@ -68,8 +70,8 @@ struct MomentParts {
 inline constexpr MomentParts all_moments{.outputs = true, .logits = true, .unaligned = true};
 
 /// What all metrics need of one eval query t, one query head and one kept set K' (the kept keys that the set covers,
-/// all keys after those, and t itself; each if visible). õ = Σ_{K'} a v / Σ_{K'} a, o = Σ a v. Parts that were not
-/// asked for are 0.
+/// all keys after those, and t itself; each if visible). õ = Σ_{K'} a v / (σ + Σ_{K'} a) with the sink's share
+/// σ = 1 - Σ a, o = Σ a v. Parts that were not asked for are 0.
 struct Moments {
   double mass = 0;         // Σ_{K'} a
   double square = 0;       // Σ_{K'} a²
@@ -94,7 +96,7 @@ struct OutputVectors {
 };
 
 /// full [Hq, queries] is the set that keeps everything; kept [sets, Hq, queries]. A set that keeps all visible keys has
-/// the same bits as `full`, and mass exactly 1.
+/// the same bits as `full`, and without sink logits mass exactly 1.
 struct KeptMoments {
   MomentParts parts;  // that were computed
   std::vector<Moments> full;
@@ -118,6 +120,7 @@ struct Comparison {
   Alignment logits;               // z and z̃ below the boundary, z̃ = 0 where evicted
   double l1 = 0;                  // ‖a − ã‖₁
   double mass = 0;                // Σ_{K'} a
+  double full_mass = 1;           // Σ a: below 1 where there is a sink logit
   double output_full_square = 0;  // ‖o‖²
   double output_square = 0;       // ‖õ‖², õ = Σ ã ṽ
   double output_dot = 0;          // <o, õ>
@@ -219,7 +222,8 @@ class Backend {
   virtual std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) = 0;
 
   /// Says that a layer is in use or comes next, and that its numbers stay as they are until it is let go: they may be
-  /// brought to where they are needed meanwhile. `queries`: most of its queries will be read. Calls work without it.
+  /// brought to where they are needed meanwhile. `queries`: most of its queries will be read. Calls work without it,
+  /// but only this one and working_set() throw Error{capability} for a rule of attention that the backend lacks.
   virtual void hold(const LayerTensors& /*layer*/, bool /*queries*/) {}
   virtual void let_go(const LayerTensors& /*layer*/) {}
 

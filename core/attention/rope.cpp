@@ -18,6 +18,7 @@ template <class Number>
 void turn_pairs(const Rope& rope, int distance, std::span<Number> vector) {
   if (distance == 0) return;
   const std::size_t pairs = rope.inv_freq.size();
+  vector = vector.subspan(static_cast<std::size_t>(rope.offset));
   for (std::size_t i = 0; i < pairs; ++i) {
     const double angle = static_cast<double>(distance) * rope.inv_freq[i];
     turn(vector[rope.interleaved ? 2 * i : i], vector[rope.interleaved ? 2 * i + 1 : i + pairs], std::cos(angle),
@@ -31,7 +32,7 @@ void rotate(const Rope& rope, int distance, std::span<float> vector) { turn_pair
 void rotate(const Rope& rope, int distance, std::span<double> vector) { turn_pairs(rope, distance, vector); }
 
 BackwardRotation::BackwardRotation(const Rope& rope, int farthest)
-    : pairs_(rope.inv_freq.size()), interleaved_(rope.interleaved) {
+    : pairs_(rope.inv_freq.size()), interleaved_(rope.interleaved), offset_(static_cast<std::size_t>(rope.offset)) {
   const std::size_t angles = (static_cast<std::size_t>(farthest) + 1) * pairs_;
   cosines_.reserve(angles);
   sines_.reserve(angles);
@@ -45,6 +46,7 @@ BackwardRotation::BackwardRotation(const Rope& rope, int farthest)
 
 void BackwardRotation::apply(int distance, std::span<double> vector) const {
   if (distance == 0) return;
+  vector = vector.subspan(offset_);
   const double* cosines = cosines_.data() + static_cast<std::size_t>(-distance) * pairs_;
   const double* sines = sines_.data() + static_cast<std::size_t>(-distance) * pairs_;
   if (interleaved_) {
@@ -54,7 +56,8 @@ void BackwardRotation::apply(int distance, std::span<double> vector) const {
   }
 }
 
-MeanRotation::MeanRotation(const Rope& rope, int first, int count) : interleaved_(rope.interleaved) {
+MeanRotation::MeanRotation(const Rope& rope, int first, int count)
+    : interleaved_(rope.interleaved), offset_(static_cast<std::size_t>(rope.offset)) {
   for (const double frequency : rope.inv_freq) {
     double cosines = 0, sines = 0;
     for (int i = 0; i < count; ++i) {
@@ -68,6 +71,7 @@ MeanRotation::MeanRotation(const Rope& rope, int first, int count) : interleaved
 
 void MeanRotation::apply(std::span<double> vector) const {
   const std::size_t pairs = cosines_.size();
+  vector = vector.subspan(offset_);
   for (std::size_t i = 0; i < pairs; ++i)
     turn(vector[interleaved_ ? 2 * i : i], vector[interleaved_ ? 2 * i + 1 : i + pairs], cosines_[i], sines_[i]);
 }

@@ -24,6 +24,7 @@ class BackwardRotation {
  private:
   std::size_t pairs_;
   bool interleaved_;
+  std::size_t offset_;
   std::vector<double> cosines_, sines_;  // [distances, pairs]
 };
 
@@ -36,6 +37,7 @@ class MeanRotation {
 
  private:
   bool interleaved_;
+  std::size_t offset_;
   std::vector<double> cosines_, sines_;  // [pairs]
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <concepts>
 
 #include "attention/backend.h"
@@ -27,6 +28,10 @@ constexpr Word held_keys(Word kept, int key, int tokens, int own, int begin, int
   return held & bits_between<Word>(begin - key, end - key);
 }
 
+/// Weight of a sink logit beside a reference, both in units of log 2. Where the sink has all but nothing left over for
+/// the keys, their shares are those of a sink at the bound: 2^-1000.
+inline double sink_weight(double sink, double reference) { return std::exp2(std::min(sink - reference, 1000.0)); }
+
 /// Weights of float64 below this share of the largest count as 0: the square of one that counts is a normal number.
 inline constexpr double least_weight = 0x1p-500;
 
@@ -41,8 +46,10 @@ struct RowSums {
   MaskedSums sinks, rest, later;  // of the first tokens, of the others below the boundary, from it on
   double logit_square = 0;        // of x, the logit in units of log 2, below the boundary
   double unaligned_dot = 0;
+  double sink_logit = 0;  // weight of the head's sink logit, which every set holds
 
-  constexpr double total() const { return sinks.sum + rest.sum + later.sum; }
+  constexpr double keys() const { return sinks.sum + rest.sum + later.sum; }
+  constexpr double total() const { return keys() + sink_logit; }
 };
 
 /// What sums of exponentials say. `unit` is that of the set's sums, those of everything being in units of 1.
@@ -50,8 +57,8 @@ constexpr Moments moments_of(const RowSums& set, const RowSums& full, double uni
   const double factor = unit / full.total();
   const double square_factor = factor * factor;
   Moments moments;
-  // Written as a quotient, for a set that keeps everything to have exactly 1.
-  moments.mass = set.total() * unit / full.total();
+  // Written as a quotient, for a set that keeps everything to have exactly 1 without a sink logit.
+  moments.mass = set.keys() * unit / full.total();
   moments.prompt_mass = (set.sinks.sum + set.rest.sum) * factor;
   moments.nosink_mass = set.rest.sum * factor;
   moments.square = (set.sinks.square + set.rest.square + set.later.square) * square_factor;

@@ -8,9 +8,9 @@
 namespace kvreplay {
 namespace {
 
-/// What the query at `position` sees: keys [first, end), its own key among them or not.
-void find_visible(const SoftmaxKeys& softmax_keys, int position, int window, QueryPlace& place) {
-  const int lowest = window > 0 ? std::max(0, position - window + 1) : 0;
+/// What the query at `position` sees of the keys from position `lowest` on: keys [first, end), its own among them or
+/// not.
+void find_visible(const SoftmaxKeys& softmax_keys, int position, int lowest, QueryPlace& place) {
   if (softmax_keys.resident.empty()) {
     place.first = std::min(lowest, softmax_keys.count);
     place.end = std::min(position + 1, softmax_keys.count);
@@ -53,7 +53,7 @@ std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const 
   for (const std::int32_t position : queries) {
     QueryPlace place;
     place.stored = stored_query(layer, position);
-    find_visible(softmax_keys, position, layer.sliding_window, place);
+    find_visible(softmax_keys, position, layer.first_visible(position), place);
     if (softmax_keys.positions == Positions::cache) {
       if (place.own < 0) {
         throw Error{Refusal::usage, "resident", "cache positions", "the key of query " + std::to_string(position),

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <numbers>
+#include <numeric>
 
 #include "attention/rope.h"
 #include "attention/row_sums.h"
@@ -26,10 +28,10 @@ struct Row {
   QueryPlace place;
 };
 
-/// Logits -> weights in place; -infinity is a key that does not take part.
-void softmax(std::span<double> row) {
+/// Logits -> weights in place; -infinity is a key that does not take part, or no sink logit.
+void softmax(std::span<double> row, double sink) {
   const double highest = *std::max_element(row.begin(), row.end());
-  double sum = 0.0;
+  double sum = sink_weight(sink * std::numbers::log2e, highest * std::numbers::log2e);
   for (double& x : row) {
     x = std::exp(x - highest);
     if (x < least_weight) x = 0.0;
@@ -210,8 +212,10 @@ std::vector<Comparison> compare_weights(const Inputs& inputs, Block& block) {
       const auto i = at(key - place.first);
       add(comparison.logits, full[i], stored[i] == -HUGE_VAL ? 0.0 : stored[i]);
     }
-    softmax(std::span(block.full).subspan(product(row, block.width()), at(block.width())));
-    softmax(std::span(block.stored).subspan(product(row, block.width()), at(block.width())));
+    const double sink = inputs.layer.sink(block.rows[at(row)].head);
+    softmax(std::span(block.full).subspan(product(row, block.width()), at(block.width())), sink);
+    softmax(std::span(block.stored).subspan(product(row, block.width()), at(block.width())), sink);
+    if (!inputs.layer.sinks.empty()) comparison.full_mass = std::accumulate(full.begin(), full.end(), 0.0);
     for (int key = place.first; key < place.end; ++key) {
       const auto i = at(key - place.first);
       add(comparison.all, full[i], stored[i]);

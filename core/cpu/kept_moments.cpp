@@ -27,7 +27,7 @@ bool lost(double sum, const MomentRow& row, const KeptSet& set, int group, int b
 }
 
 bool lost_parts(const RowSums& sums, const MomentRow& row, const KeptSet& set, int group, int boundary) {
-  return lost(sums.total(), row, set, group, 0, row.place.end) ||
+  return lost(sums.keys(), row, set, group, 0, row.place.end) ||
          lost(sums.sinks.sum + sums.rest.sum, row, set, group, 0, boundary) ||
          lost(sums.rest.sum, row, set, group, sink_tokens, boundary);
 }
@@ -87,6 +87,7 @@ class WideRow {
       logits_.push_back((cap > 0 ? cap * std::tanh(logit / cap) : logit) * std::numbers::log2e);
     }
     highest_ = std::ranges::max(logits_);
+    sink_ = layer.sink(row.head) * std::numbers::log2e;
   }
 
   /// Weights are those beside the row's largest logit; in the output they are beside the set's own, which may be all
@@ -94,6 +95,7 @@ class WideRow {
   RowOfSet of(const KeptSet& set, bool with_output) const {
     const int group = layer_.group();
     RowOfSet found;
+    found.sums.sink_logit = sink_weight(sink_, highest_);
     double highest_held = -HUGE_VAL;
     for (int key = row_.place.first; key < row_.place.end; ++key) {
       if (!row_.holds(set, group, key)) continue;
@@ -107,7 +109,7 @@ class WideRow {
     if (!with_output) return found;
     found.output.resize(static_cast<std::size_t>(layer_.v.dim));
     std::vector<float> value(found.output.size());
-    double total = 0;
+    double total = sink_weight(sink_, highest_held);
     for (int key = row_.place.first; key < row_.place.end; ++key) {
       if (!row_.holds(set, group, key)) continue;
       const double weight = weight_of(logit(key) - highest_held);
@@ -133,6 +135,7 @@ class WideRow {
   const MomentRow& row_;
   std::vector<double> logits_;  // of the keys that the row sees, in units of log 2
   double highest_ = 0;
+  double sink_ = 0;
 };
 
 /// Makes moments of a block's sums, and writes them where results are.

@@ -231,6 +231,7 @@ RowSums MomentBlock::sums(int number, int set) const {
   const std::size_t at = cell(number, set);
   const Section& later = sections_[2];
   RowSums sums;
+  sums.sink_logit = softmax_->sink_weight(number);
   sums.sinks = sections_[0].sums[at];
   sums.rest = sections_[1].sums[at];
   sums.later = later.sums[product(number, static_cast<int>(later.sets.size())) +

@@ -215,7 +215,7 @@ class Steps {
         one.stride = static_cast<std::ptrdiff_t>(blocks_[i].tiles().panels) * kernels_.rows * keys;
         const double sum = online_.sum(one, tiles, keys);
         if (!tokens.gone().empty() && !(sum >= least_sum)) return false;
-        one.sum = static_cast<float>(sum);
+        one.sum = static_cast<float>(sum + blocks_[i].sink_weight(row));
       }
     }
     if (!accumulate_) tokens.forget_scores();
@@ -267,7 +267,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
     for (int i = 0; i < held; ++i) {
       const std::size_t number = product(row, held) + static_cast<std::size_t>(i);
       const int position = what.resident[number];
-      if (layer.sliding_window > 0 && position <= what.first - layer.sliding_window) {
+      if (position < layer.first_visible(what.first)) {
         tokens.add_passed(position, what.scores[number]);
       } else {
         tokens.add(position, what.scores[number]);
@@ -286,7 +286,8 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
       }
       int done = 0;
       for (; token < end; ++token, ++done) {
-        if (layer.sliding_window > 0) tokens.pass(token - layer.sliding_window);
+        for (int position = layer.first_visible(token - 1); position < layer.first_visible(token); ++position)
+          tokens.pass(position);
         if (!steps.share_out(done, tokens)) break;
         add_recent(token, what.recent_after(token));
         const int still_to_come = end - token - 1;

@@ -7,6 +7,7 @@
 #include <numbers>
 
 #include "attention/rope.h"
+#include "attention/row_sums.h"
 
 namespace kvreplay {
 
@@ -73,6 +74,9 @@ void SoftmaxBlock::prepare(const LayerTensors& layer, const TileForm& form, std:
   block_.scale = cap > 0.0F ? layer.softmax_scale / cap : layer.softmax_scale * log2_e;
   block_.cap = cap > 0.0F ? cap * log2_e : 0.0F;
   form_ = &form;
+  sinks_.clear();
+  if (!layer.sinks.empty())
+    for (const BlockRow& row : rows) sinks_.push_back(layer.sink(row.head) * std::numbers::log2e);
   pack_queries(layer, rows);
 
   block_.reference = references_.at_least(product(padded_rows, 1));
@@ -121,6 +125,11 @@ void SoftmaxBlock::begin_sums() {
 
 bool SoftmaxBlock::all_sums_finite() const {
   return std::all_of(block_.row_sums, block_.row_sums + block_.rows, [](double sum) { return std::isfinite(sum); });
+}
+
+double SoftmaxBlock::sink_weight(int row) const {
+  if (sinks_.empty()) return 0.0;
+  return kvreplay::sink_weight(sinks_[static_cast<std::size_t>(row)], static_cast<double>(block_.reference[row]));
 }
 
 float& SoftmaxBlock::exponential(int row, int key) {

@@ -39,7 +39,10 @@ class SoftmaxBlock {
   const TileBlock& tiles() const { return block_; }
   int first_tile() const { return block_.first_tile; }
   int end_tile() const { return end_tile_; }
-  double row_sum(int row) const { return block_.row_sums[row]; }
+  /// Of the keys that the row sees and of its head's sink logit.
+  double row_sum(int row) const { return block_.row_sums[row] + sink_weight(row); }
+  /// Beside the row's exponentials.
+  double sink_weight(int row) const;
   float& exponential(int row, int key);
   /// Exponentials that are above 1 when multiplied with their row's factor become 1, others 0.
   void count_above_one(const float* factors);
@@ -70,6 +73,7 @@ class SoftmaxBlock {
   AlignedBuffer<PanelRange> ranges_;
   AlignedBuffer<bool> settled_;
   AlignedBuffer<double> row_sums_;
+  std::vector<double> sinks_;  // [rows] in units of log 2; empty: none
 };
 
 /// Packs one tile of keys of a KV head, moved to their slots where asked, and has the memory fetch those of the next.

@@ -181,7 +181,9 @@ const Matrix& LayerView::cumulative_attention() const {
 
 const Matrix& LayerView::eval_attention() const {
   return remember(memo_, "eval_attention", {}, [&] {
-    return backend_.attention_sums(tensors_, {.queries = eval_queries_, .columns = prompt(), .own_key = false});
+    LayerTensors keys_alone = tensors_;
+    keys_alone.sinks = {};
+    return backend_.attention_sums(keys_alone, {.queries = eval_queries_, .columns = prompt(), .own_key = false});
   });
 }
 

@@ -31,15 +31,14 @@ double seconds_of(Call call) {
 
 struct CallSeconds::Sample {
   explicit Sample(const TraceHeader& header) {
-    const auto fill = [&](std::vector<float>& values, int heads, std::uint64_t tag) {
-      values.resize(static_cast<std::size_t>(heads) * sample_tokens * static_cast<std::size_t>(header.head_dim));
+    const auto fill = [&](std::vector<float>& values, int heads, int dim, std::uint64_t tag) {
+      values.resize(static_cast<std::size_t>(heads) * sample_tokens * static_cast<std::size_t>(dim));
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(uniform(chain(tag, i))) - 0.5F;
-      return TensorView{reinterpret_cast<const std::byte*>(values.data()), DType::float32, heads, sample_tokens,
-                        header.head_dim};
+      return TensorView{reinterpret_cast<const std::byte*>(values.data()), DType::float32, heads, sample_tokens, dim};
     };
-    tensors.q = fill(q, header.query_heads, 1);
-    tensors.k = fill(k, header.kv_heads, 2);
-    tensors.v = fill(v, header.kv_heads, 3);
+    tensors.q = fill(q, header.query_heads, header.head_dim, 1);
+    tensors.k = fill(k, header.kv_heads, header.head_dim, 2);
+    tensors.v = fill(v, header.kv_heads, header.value_components(), 3);
     tensors.softmax_scale = static_cast<float>(header.softmax_scale);
   }
 
@@ -52,7 +51,8 @@ CallSeconds::CallSeconds(Backend& backend) : backend_(backend) {}
 CallSeconds::~CallSeconds() = default;
 
 double CallSeconds::operator()(Call call, const TraceHeader& header) {
-  std::unique_ptr<Sample>& of_shape = samples_[{header.query_heads, header.kv_heads, header.head_dim}];
+  std::unique_ptr<Sample>& of_shape =
+      samples_[{header.query_heads, header.kv_heads, header.head_dim, header.value_components()}];
   if (!of_shape) of_shape = std::make_unique<Sample>(header);
   if (const auto known = of_shape->seconds.find(call); known != of_shape->seconds.end()) return known->second;
   return of_shape->seconds[call] = timed(call, header, of_shape->tensors);

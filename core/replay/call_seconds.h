@@ -46,7 +46,7 @@ class CallSeconds {
   double timed(Call call, const TraceHeader& header, const LayerTensors& sample);
 
   Backend& backend_;
-  std::map<std::array<int, 3>, std::unique_ptr<Sample>> samples_;  // by query heads, KV heads, head dimension
+  std::map<std::array<int, 4>, std::unique_ptr<Sample>> samples_;  // by query heads, KV heads, d, dv
 };
 
 }  // namespace kvreplay

@@ -34,6 +34,7 @@ LayerTensors one_head(LayerTensors tensors, int query_head) {
     tensor.heads = 1;
   };
   const int kv_head = query_head / tensors.group();
+  if (!tensors.sinks.empty()) tensors.sinks = tensors.sinks.subspan(static_cast<std::size_t>(query_head), 1);
   cut(tensors.q, query_head);
   cut(tensors.k, kv_head);
   cut(tensors.v, kv_head);

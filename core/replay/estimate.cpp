@@ -105,10 +105,10 @@ class CellSums {
     add_sets(shape, share);
   }
 
-  /// Of `heads` heads: a vector of float32 for each token of the trace.
+  /// A key and a value of float32 for each token of the trace and each of `heads` heads.
   std::size_t vector_bytes(int heads) const {
     return static_cast<std::size_t>(heads) * static_cast<std::size_t>(header.tokens()) *
-           static_cast<std::size_t>(header.head_dim) * sizeof(float);
+           static_cast<std::size_t>(header.head_dim + header.value_components()) * sizeof(float);
   }
 
   void add_selection(const Shape& shape, double share) {
@@ -160,7 +160,7 @@ class CellSums {
     work.comparisons = true;
     comparisons += static_cast<double>(conditions.eval_queries.size()) / sample_few_queries *
                    static_cast<double>(header.tokens()) / sample_tokens;
-    stored_bytes = 2 * vector_bytes(header.kv_heads);
+    stored_bytes = vector_bytes(header.kv_heads);
   }
 
   void add_sets(const Shape& shape, double share) {
@@ -191,7 +191,7 @@ double layer_seconds(CallSeconds& seconds, const CellSums& cells, const Demand& 
            (parts.outputs ? costs(Call::outputs, blocks * (1 + cells.kept_share)) : 0.0) +
            // A projection has about as many rows as columns.
            (parts.vectors ? costs(Call::projection, queries / sample_queries * (1 + cells.measured_cells) *
-                                                        header.query_heads * header.head_dim / sample_tokens)
+                                                        header.query_heads * header.value_components() / sample_tokens)
                           : 0.0) +
            (parts.logits || parts.unaligned ? costs(Call::others, blocks * (1 + cells.measured_cells)) : 0.0);
   };
@@ -231,7 +231,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const std::size_t part = sums.position_bytes + sums.score_bytes + attention + maps + values;
   const std::size_t observables = 3 * query_heads * positions * sizeof(double);
   const std::size_t vector_bytes =
-      sums.work.parts.vectors ? 2 * sizeof(float) * static_cast<std::size_t>(trace.header().head_dim) : 0;
+      sums.work.parts.vectors ? 2 * sizeof(float) * static_cast<std::size_t>(trace.header().value_components()) : 0;
   const std::size_t moments = static_cast<std::size_t>(sums.measured_cells + 1) * query_heads * sample_queries *
                               (sizeof(Moments) + vector_bytes);
   const std::size_t copies_at_once = std::min(sums.copies, static_cast<std::size_t>(backend_.threads()));

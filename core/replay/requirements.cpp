@@ -109,10 +109,10 @@ std::vector<int> treated_layers(const Trace& trace, bool treat_sliding) {
   const TraceHeader& header = trace.header();
   std::vector<int> treated;
   for (int l = 0; l < header.layers; ++l)
-    if (treat_sliding || header.sliding_window[static_cast<std::size_t>(l)] == 0) treated.push_back(l);
+    if (treat_sliding || header.sees_all_tokens(l)) treated.push_back(l);
   if (treated.empty())
-    throw Error{Refusal::input, trace.path().string(), "every layer has a sliding window",
-                "a layer without one, or --sliding treat"};
+    throw Error{Refusal::input, trace.path().string(), "every layer has a sliding window or chunks",
+                "a layer without them, or --sliding treat"};
   return treated;
 }
 
@@ -166,6 +166,10 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (!keeps_everything(plan, budget, prompt)) {  // throws what replay would
     plan.allocate->counts(division_of(plan, trace.header(), of_range.count, prompt, budget, question));
   }
+  if (plan.store->changes_tokens() && !trace.header().stores_values())
+    throw Error{Refusal::input, trace.path().string() + ":/model@value_is_key",
+                "values are components of the keys, and " + who + " changes keys and values apart",
+                "a policy that keeps tokens as they are", "latent vectors"};
   if (plan.store->moves_tokens && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope",
                 "keys cannot be moved to cache positions for " + who, "the RoPE frequencies of the model", "none"};
@@ -232,7 +236,7 @@ double slice_bytes(const Trace& trace, const Conditions& conditions, const Confi
     for (int l = of_range.first; l < of_range.end(); ++l) {
       const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
       const int heads = plan.grouping.heads == Heads::query ? tensors.q.heads : tensors.k.heads;
-      bytes += static_cast<double>(heads) * static_cast<double>(tensors.k.row_bytes() + tensors.v.row_bytes());
+      bytes += static_cast<double>(heads) * static_cast<double>(tensors.token_bytes());
     }
   }
   return bytes;

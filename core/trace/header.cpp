@@ -38,10 +38,15 @@ const std::pair<std::string_view, Member> members[] = {
     {"/model@logit_softcap", &TraceHeader::logit_softcap},
     {"/model@source_hash", &TraceHeader::source_hash},
     {"/model@quantisation", &TraceHeader::quantisation},
+    {"/model@value_dim", &TraceHeader::value_dim},
+    {"/model@value_is_key", &TraceHeader::value_is_key},
     {"/model/rope@style", &TraceHeader::rope_interleaved},
+    {"/model/rope@offset", &TraceHeader::rope_offset},
     {"/tokens@prefill", &TraceHeader::prefill},
     {"/model/sliding_window", &TraceHeader::sliding_window},
     {"/model/layer_index", &TraceHeader::layer_index},
+    {"/model/sinks", &TraceHeader::sinks},
+    {"/model/chunk", &TraceHeader::chunk},
     {"/model/rope/inv_freq", &TraceHeader::inv_freq},
     {"/model/rope/attention_scaling", &TraceHeader::attention_scaling},
     {"/tokens/ids", &TraceHeader::ids},
@@ -59,18 +64,21 @@ const Member* member_of(const SchemaEntry& entry) {
 }
 
 /// What the writer alone decides.
-Value constant_of(const SchemaEntry& entry) {
+Value constant_of(const SchemaEntry& entry, const TraceHeader& header) {
   if (entry.name == "format") return schema().format;
-  if (entry.name == "version") return schema().version;
+  if (entry.name == "version") return version_of(header);
   if (entry.name == "complete") return std::int64_t{1};
   throw Error{Refusal::internal, entry.object, "the schema names it, the header has no place for it"};
 }
 
+/// What an optional object is when it is absent.
 bool is_empty(const Value& value) {
   return std::visit(
       [](const auto& v) {
-        if constexpr (requires { v.empty(); }) return v.empty();
-        return false;
+        if constexpr (requires { v.empty(); })
+          return v.empty();
+        else
+          return v == 0;
       },
       value);
 }
@@ -152,10 +160,18 @@ bool has_group(const TraceHeader& header, std::string_view group) {
   return true;
 }
 
+std::int64_t version_of(const TraceHeader& header) {
+  std::int64_t version = 1;
+  for (const std::vector<SchemaEntry>* entries : {&schema().attributes, &schema().datasets})
+    for (const SchemaEntry& entry : *entries)
+      if (entry.since > version && header_value(header, entry)) version = entry.since;
+  return version;
+}
+
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry) {
   if (!has_group(header, entry.group)) return std::nullopt;
   const Member* member = member_of(entry);
-  if (member == nullptr) return constant_of(entry);
+  if (member == nullptr) return constant_of(entry, header);
   const Value value = std::visit(
       [&](auto pointer) -> Value {
         const auto& v = header.*pointer;
@@ -172,6 +188,10 @@ std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& 
       *member);
   if (!entry.required && is_empty(value)) return std::nullopt;
   return value;
+}
+
+bool is_left_out(const SchemaEntry& entry, const TraceHeader& header) {
+  return !entry.unless.empty() && header_value(header, schema().entry(entry.unless)).has_value();
 }
 
 std::vector<std::uint64_t> dataset_shape(const TraceHeader& header, const SchemaEntry& entry, const Value& value) {
@@ -229,6 +249,7 @@ std::optional<std::int64_t> Rules::known(const std::string& dimension) const {
     return whole && part ? std::optional(*whole - *part) : std::nullopt;
   }
   const auto found = sizes_.find(dimension);
+  if (found == sizes_.end() && dimension == "dv") return known("d");
   return found == sizes_.end() ? std::nullopt : std::optional(found->second);
 }
 
@@ -288,6 +309,7 @@ void Rules::check_value(const std::string& object, const SchemaEntry& entry, con
   } else if (const auto* numbers = std::get_if<std::vector<double>>(&value)) {
     for (std::size_t i = 0; i < numbers->size(); ++i) {
       const auto found = [&] { return fmt::format("{} at element {}", (*numbers)[i], i); };
+      if (entry.minus_infinity && (*numbers)[i] == -HUGE_VAL) continue;
       if (!std::isfinite((*numbers)[i])) refuse("value", "finite numbers", found());
       if (!in_range(entry, (*numbers)[i])) refuse("value", range_of(entry), found());
     }
@@ -315,8 +337,11 @@ std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
         !header_value(header, schema().entry(entry.with)))
       note(entry.object, "alone", entry.with + " beside it", "none");
 
-  if (const auto dim = known("d"); dim && 2 * header.rope_pairs > *dim)
-    note("/model/rope/inv_freq", "shape", fmt::format("at most {} pairs (2r <= d)", *dim / 2),
+  if (header.value_dim > 0 && header.value_is_key > 0)
+    note("/model@value_dim", "beside /model@value_is_key", "one of the two", fmt::format("{}", header.value_dim));
+  if (const auto dim = known("d"); dim && header.rope_offset + 2 * header.rope_pairs > *dim)
+    note("/model/rope/inv_freq", "shape",
+         fmt::format("at most {} pairs (offset + 2r <= d)", std::max<std::int64_t>(0, *dim - header.rope_offset) / 2),
          fmt::format("{}", header.rope_pairs));
 
   std::int64_t characters = 0;

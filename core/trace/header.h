@@ -23,8 +23,14 @@ using Value =
 /// Whether a header has an optional group.
 bool has_group(const TraceHeader& header, std::string_view group);
 
+/// The lowest version of the format that has every object of `header`.
+std::int64_t version_of(const TraceHeader& header);
+
 /// What the object's value is in `header`; none: an optional object that is left out.
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry);
+
+/// Whether another object of `header` says that this one is absent.
+bool is_left_out(const SchemaEntry& entry, const TraceHeader& header);
 
 /// The shape of the dataset that a value of `header` becomes; {}: a scalar.
 std::vector<std::uint64_t> dataset_shape(const TraceHeader& header, const SchemaEntry& entry, const Value& value);
@@ -47,7 +53,7 @@ class Rules {
 
   /// A dimension that is known from now on: from an attribute, or from the first shape that has it.
   void bind(const std::string& dimension, std::int64_t size) { sizes_[dimension] = size; }
-  std::int64_t size(const std::string& dimension) const { return sizes_.at(dimension); }
+  std::int64_t size(const std::string& dimension) const { return known(dimension).value(); }
   /// By name, number, product or difference; none: it is not bound.
   std::optional<std::int64_t> known(const std::string& dimension) const;
 

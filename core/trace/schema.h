@@ -28,6 +28,9 @@ struct SchemaEntry {
   std::string at_most, below;       // dimensions that bound each value
   std::string divides;              // a dimension that is a multiple of the value
   std::string with;                 // a dataset that is present exactly when this one is
+  std::string unless;               // an attribute of a number above 0, in whose presence this dataset is absent
+  int since = 1;                    // version of the format
+  bool minus_infinity = false;      // allowed among its numbers
   std::string help;                 // its meaning
   bool per_layer() const { return group.starts_with("/layers/"); }
   /// Whether it holds floating-point numbers of a layer; these have hashes of their own.

@@ -20,7 +20,15 @@ namespace kvreplay {
 namespace {
 
 // Purposes of a number, first in its chain after the seed; the fixture's tags are the first three.
-enum Tag : std::uint64_t { queries = 1, keys = 2, values = 3, token_numbers = 4, directions = 5, copies = 6 };
+enum Tag : std::uint64_t {
+  queries = 1,
+  keys = 2,
+  values = 3,
+  token_numbers = 4,
+  directions = 5,
+  copies = 6,
+  sinks = 7
+};
 
 constexpr int vocabulary = 1000;
 constexpr int most_tokens = std::numeric_limits<int>::max() / 5;  // a token's text is at most "w999 "
@@ -230,7 +238,12 @@ void check(const SynthOptions& options) {
           fmt::format("at most {}", most_tokens - options.continuation), std::to_string(options.prefill));
   require(options.last_queries >= 0 && options.last_queries <= tokens_of(options), "last_queries",
           fmt::format("0 to {}", tokens_of(options)), std::to_string(options.last_queries));
+  require(options.value_dim >= 0 && (!options.value_is_key || options.value_dim <= options.head_dim), "value_dim",
+          options.value_is_key ? fmt::format("1 to {}, since values are components of keys", options.head_dim)
+                               : "at least 1",
+          std::to_string(options.value_dim));
   require(!options.sliding_window.empty(), "sliding_window", "at least one number", "none");
+  require(!options.chunk.empty(), "chunk", "at least one number", "none");
   require(options.rope_base >= 0.0, "rope_base", "at least 0", fmt::format("{}", options.rope_base));
   require(options.kind != "fixture" || options.seed == 0, "seed", "0: the fixture has none",
           fmt::format("{}", options.seed));
@@ -238,11 +251,20 @@ void check(const SynthOptions& options) {
           std::to_string(options.prefill));
 }
 
+int value_components(const SynthOptions& options) {
+  return options.value_dim > 0 ? options.value_dim : options.head_dim;
+}
+
+int components_of(Tag tag, const SynthOptions& options) {
+  return tag == values ? value_components(options) : options.head_dim;
+}
+
 /// Bytes of the tensors, which are nearly all of a trace. A real number, since any options may be asked for.
 double size_of_trace(const SynthOptions& options) {
-  const double keys_and_values = 2.0 * options.kv_heads * tokens_of(options);
+  const double keys = 1.0 * options.kv_heads * tokens_of(options);
   const double stored = options.last_queries > 0 ? options.last_queries : tokens_of(options);
-  return options.layers * (options.query_heads * stored + keys_and_values) * options.head_dim *
+  const double of_values = options.value_is_key ? 0.0 : keys * value_components(options);
+  return options.layers * ((options.query_heads * stored + keys) * options.head_dim + of_values) *
          static_cast<double>(size_of(options.dtype));
 }
 
@@ -270,6 +292,10 @@ TraceHeader header_of(const SynthOptions& options) {
   header.dtype = options.dtype;
   header.softmax_scale = 1.0 / std::sqrt(static_cast<double>(options.head_dim));
   header.logit_softcap = options.logit_softcap;
+  if (options.value_is_key)
+    header.value_is_key = value_components(options);
+  else if (options.value_dim != options.head_dim)
+    header.value_dim = options.value_dim;
   const std::vector<double> inv_freq = frequencies(options);
   header.has_rope = !inv_freq.empty();
   header.rope_interleaved = options.rope_interleaved;
@@ -277,10 +303,15 @@ TraceHeader header_of(const SynthOptions& options) {
   for (int l = 0; l < options.layers; ++l) {
     header.sliding_window.push_back(
         options.sliding_window[static_cast<std::size_t>(l) % options.sliding_window.size()]);
+    header.chunk.push_back(options.chunk[static_cast<std::size_t>(l) % options.chunk.size()]);
     header.layer_index.push_back(l);
+    for (int h = 0; options.sinks && h < options.query_heads; ++h)
+      header.sinks.push_back(h % 4 == 3 ? -HUGE_VAL
+                                        : normal(chain(options.seed, static_cast<std::uint64_t>(sinks), l), h));
     header.inv_freq.insert(header.inv_freq.end(), inv_freq.begin(), inv_freq.end());
     if (header.has_rope) header.attention_scaling.push_back(1.0);
   }
+  if (std::ranges::all_of(header.chunk, [](int chunk) { return chunk == 0; })) header.chunk.clear();
   header.prefill = options.prefill;
   for (int t = 0; t < tokens_of(options); ++t) {
     const auto id =
@@ -304,7 +335,7 @@ TraceHeader header_of(const SynthOptions& options) {
 /// Makes the rows [begin, end) of one tensor, counted head by head over `positions`, with as many threads as help.
 void make_rows(const RowMaker& maker, Tag tag, int layer, const SynthOptions& options,
                std::span<const std::int32_t> positions, std::size_t begin, std::span<std::byte> to) {
-  const auto dim = static_cast<std::size_t>(options.head_dim);
+  const auto dim = static_cast<std::size_t>(components_of(tag, options));
   const std::size_t row_bytes = dim * size_of(options.dtype), rows = to.size() / row_bytes;
   const auto part = [&](std::size_t first, std::size_t last) {
     std::vector<float> row(dim);
@@ -348,11 +379,11 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
   const std::size_t stored = options.last_queries > 0 ? static_cast<std::size_t>(options.last_queries) : all.size();
   const std::span<const std::int32_t> last = std::span<const std::int32_t>(all).last(stored);
 
-  const std::size_t row_bytes = static_cast<std::size_t>(options.head_dim) * size_of(options.dtype);
-  const std::size_t rows_in_block = std::max(std::size_t{1}, block_bytes / row_bytes);
   std::vector<std::byte> block;
   const auto write = [&](Tag tag, int layer, int heads, std::span<const std::int32_t> positions, auto append) {
     const std::size_t rows = static_cast<std::size_t>(heads) * positions.size();
+    const std::size_t row_bytes = static_cast<std::size_t>(components_of(tag, options)) * size_of(options.dtype);
+    const std::size_t rows_in_block = std::max(std::size_t{1}, block_bytes / row_bytes);
     for (std::size_t r = 0; r < rows; r += rows_in_block) {
       if (interrupted && interrupted())
         throw Error{Refusal::interrupted, path.string(), "interrupted; nothing is kept of it"};
@@ -365,7 +396,8 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
     writer.begin_layer(options.dtype, stored < all.size() ? last : std::span<const std::int32_t>{});
     write(queries, l, options.query_heads, last, [&](std::span<const std::byte> rows) { writer.append_q(rows); });
     write(keys, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_k(rows); });
-    write(values, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_v(rows); });
+    if (!options.value_is_key)
+      write(values, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_v(rows); });
   }
   writer.finish();
 }

@@ -38,7 +38,7 @@ struct TensorPlace {
 
 struct LayerPlaces {
   std::vector<std::int32_t> query_positions;
-  std::vector<TensorPlace> tensors;  // q, k, v, and wo and input_norm where they are stored
+  std::vector<TensorPlace> tensors;  // q, k, and v, wo and input_norm where they are stored
 };
 
 struct Contents {
@@ -74,6 +74,10 @@ class Reader {
     for (const SchemaEntry* entry : alone) drop_header_value(contents_.header, *entry);
     contents_.header.rope_pairs = static_cast<int>(rules_.known("r").value_or(0));
     for (const Error& broken : rules_.broken_relations(contents_.header)) note(broken);
+    if (const std::int64_t lowest = version_of(contents_.header); version_ > 0 && version_ != lowest)
+      note({Refusal::input, rules_.where("/@version"), "value",
+            fmt::format("{}, the lowest version that has every object of the file", lowest),
+            fmt::format("{}", version_)});
     // Without n_layers a dataset's shape says how many there are: as many as it likes.
     const double most = schema().entry("/model@n_layers").max.value_or(0);
     const auto layers = std::min(rules_.known("L").value_or(0), static_cast<std::int64_t>(most));
@@ -165,6 +169,7 @@ class Reader {
       refuse(entry.object, "format version is newer than this program supports",
              fmt::format("at most {}", schema().version), fmt::format("{}", std::get<std::int64_t>(value)));
     rules_.check_value(entry.object, entry, value);
+    if (entry.object == "/@version") version_ = std::get<std::int64_t>(value);
     set_header_value(contents_.header, entry, std::move(value));
   }
 
@@ -172,7 +177,9 @@ class Reader {
   std::optional<hdf5::Dataset> find_dataset(const hdf5::Group& parent, const SchemaEntry& entry,
                                             const std::string& object) const {
     const hdf5::Group::Member found = parent.member(entry.name);
-    if (found == hdf5::Group::Member::none && !entry.required) return std::nullopt;
+    const bool left_out = is_left_out(entry, contents_.header);
+    if (left_out && found != hdf5::Group::Member::none) refuse(object, "beside " + entry.unless, "none", "a dataset");
+    if (found == hdf5::Group::Member::none && (left_out || !entry.required)) return std::nullopt;
     require_kind(object, found, hdf5::Group::Member::dataset);
     hdf5::Dataset dataset = parent.dataset(entry.name);
     dataset.require_plain_storage();
@@ -356,6 +363,7 @@ class Reader {
   Rules rules_;
   Contents contents_;
   bool has_other_rules_ = false;  // another format, or a newer version
+  std::int64_t version_ = 0;      // 0: none that can be read
   std::vector<Error> variable_length_strings_;
   std::set<std::string> noted_;
 };
@@ -402,7 +410,7 @@ std::vector<LayerPlaces> places_in_memory(const std::string& file, const TraceHe
     };
     add("q", layer.q);
     add("k", layer.k);
-    add("v", layer.v);
+    if (header.stores_values()) add("v", layer.v);
     if (layer.wo) add("wo", *layer.wo);
   }
   return all;
@@ -455,6 +463,15 @@ class Trace::State {
   }
 
   const LayerPlaces& places(int l) const { return layers_.at(static_cast<std::size_t>(l)); }
+
+  /// The values of layer l.
+  TensorView values(int l) const {
+    if (header_.stores_values()) return view(l, 2);
+    TensorView components = view(l, 1);
+    components.stride = components.dim;
+    components.dim = header_.value_is_key;
+    return components;
+  }
 
   TensorView view(int l, std::size_t t) const {
     const TensorPlace& place = places(l).tensors[t];
@@ -589,15 +606,21 @@ LayerTensors Trace::layer(int l) const {
   LayerTensors tensors;
   tensors.q = state_->view(l, 0);
   tensors.k = state_->view(l, 1);
-  tensors.v = state_->view(l, 2);
+  tensors.v = state_->values(l);
+  tensors.value_is_key = !header.stores_values();
   tensors.query_positions = query_positions(l);
   tensors.softmax_scale = static_cast<float>(header.softmax_scale);
   tensors.logit_softcap = static_cast<float>(header.logit_softcap);
   tensors.sliding_window = header.sliding_window[at];
+  if (!header.chunk.empty()) tensors.chunk = header.chunk[at];
+  if (!header.sinks.empty()) {
+    const auto heads = static_cast<std::size_t>(header.query_heads);
+    tensors.sinks = std::span(header.sinks).subspan(at * heads, heads);
+  }
   if (header.has_rope) {
     const auto pairs = static_cast<std::size_t>(header.rope_pairs);
     tensors.rope = {std::span(header.inv_freq).subspan(at * pairs, pairs), header.attention_scaling[at],
-                    header.rope_interleaved};
+                    header.rope_interleaved, header.rope_offset};
   }
   return tensors;
 }
@@ -621,6 +644,7 @@ bool Trace::prefetch(int l, bool queries) const {
   std::uint64_t room = state_->room();
   bool all = true;
   for (const std::size_t t : {std::size_t{1}, std::size_t{2}, std::size_t{0}}) {
+    if (t == 2 && !state_->header_.stores_values()) continue;
     const TensorPlace& place = state_->places(l).tensors[t];
     if (!place.offset || (t == 0 && !queries)) continue;
     const std::uint64_t bytes = std::min(place.bytes(), room);

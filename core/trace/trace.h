@@ -47,13 +47,18 @@ struct TraceHeader {
   double logit_softcap = 0.0;
   std::string source_hash;
   std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
+  int value_dim = 0;         // dv; 0: d
+  int value_is_key = 0;      // values are the first so many components of the keys; 0: they are tensors of their own
 
   std::vector<std::int32_t> sliding_window;  // [L]
   std::vector<std::int32_t> layer_index;     // [L], the model's own numbers
+  std::vector<double> sinks;                 // [L, Hq] logits, -infinity: none; or empty
+  std::vector<std::int32_t> chunk;           // [L], 0: none; or empty
 
   bool has_rope = false;
   bool rope_interleaved = false;
   int rope_pairs = 0;                     // r
+  int rope_offset = 0;                    // of the first rotated component
   std::vector<double> inv_freq;           // [L, r]
   std::vector<double> attention_scaling;  // [L]
 
@@ -70,12 +75,19 @@ struct TraceHeader {
   int tokens() const { return static_cast<int>(ids.size()); }  // T
   int continuation() const { return tokens() - prefill; }      // G
   int group() const { return query_heads / kv_heads; }
+  int value_components() const { return value_is_key > 0 ? value_is_key : value_dim > 0 ? value_dim : head_dim; }
+  bool stores_values() const { return value_is_key == 0; }
+  /// Whether each query of layer l sees all tokens before it: no sliding window, and one chunk.
+  bool sees_all_tokens(int l) const {
+    const auto at = static_cast<std::size_t>(l);
+    return sliding_window[at] == 0 && (chunk.empty() || chunk[at] == 0 || chunk[at] >= tokens());
+  }
 };
 
 /// A tensor as the file has it.
 struct StoredTensor {
   std::string path;        // "/layers/003/k"
-  TensorView view;         // output projections are one head of `hidden` tokens of Hq*d components, norms of T tokens
+  TensorView view;         // output projections are one head of `hidden` tokens of Hq*dv components, norms of T tokens
   std::vector<int> shape;  // as in the file
   std::string xxh3;        // stated by the file; empty: not stated
 };
@@ -90,7 +102,7 @@ struct TensorInMemory {
 /// The tensors of one layer outside any file.
 struct LayerInMemory {
   std::vector<std::int32_t> query_positions = {};  // [Tq] ascending; empty: all T queries
-  TensorInMemory q = {}, k = {}, v = {};
+  TensorInMemory q = {}, k = {}, v = {};           // v: none where values are components of the keys
   std::optional<TensorInMemory> wo = {};
 };
 
@@ -137,7 +149,7 @@ class Trace {
   /// result's trace keeps until another archived layer is asked for, where it is chunked.
   LayerTensors layer(int l) const;
 
-  /// q, k, v and, where they are stored, wo and input_norm of layer l; lifetime as for layer().
+  /// q, k and, where they are stored, v, wo and input_norm of layer l; lifetime as for layer().
   std::vector<StoredTensor> tensors(int l) const;
 
   /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.

@@ -59,7 +59,8 @@ Coherence key_coherence(const TensorView& keys, const Rope& rope) {
   for (std::size_t i = 0; i < pairs; ++i) {
     const double frequency = rope.inv_freq[i];
     if (frequency * keys.tokens < fewest_turns * 2.0 * std::numbers::pi) continue;
-    const std::size_t real = rope.interleaved ? 2 * i : i, imaginary = rope.interleaved ? 2 * i + 1 : i + pairs;
+    const std::size_t first = static_cast<std::size_t>(rope.offset) + (rope.interleaved ? 2 * i : i);
+    const std::size_t second = first + (rope.interleaved ? 1 : pairs);
     for (int head = 0; head < keys.heads; ++head) {
       Complex stored, turned_back;
       double length = 0.0;
@@ -67,7 +68,7 @@ Coherence key_coherence(const TensorView& keys, const Rope& rope) {
       const Complex step = std::polar(1.0, -frequency);
       for (int token = 0; token < keys.tokens; ++token) {
         const std::byte* row = keys.row(head, token);
-        const Complex key{load(row, keys.dtype, real), load(row, keys.dtype, imaginary)};
+        const Complex key{load(row, keys.dtype, first), load(row, keys.dtype, second)};
         stored += key;
         turned_back += key * turn;
         length += std::abs(key);
@@ -100,7 +101,7 @@ void check_missing_rope(const std::string& file, const std::string& path, const 
   for (int l = 0; l < header.layers; ++l) {
     const auto row = std::span(header.inv_freq).subspan(static_cast<std::size_t>(l) * pairs, pairs);
     if (!rotates(row) || !rows.emplace(row.begin(), row.end()).second) continue;
-    const Coherence coherence = key_coherence(layer.k, {row, 1.0, header.rope_interleaved});
+    const Coherence coherence = key_coherence(layer.k, {row, 1.0, header.rope_interleaved, header.rope_offset});
     if (coherence.pairs == 0 || !std::isfinite(coherence.stored)) continue;
     compared = true;
     if (coherence.turned_back <= high_coherence || coherence.turned_back <= clear_ratio * coherence.stored) continue;

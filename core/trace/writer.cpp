@@ -125,8 +125,8 @@ struct TraceWriter::State {
     hsize_t end = 0;
     if (H5Fget_filesize(file->id(), &end) < 0) throw hdf5::failure(file->where(), "has no length");
     partial.reserve(end + header.text.size() + 4 * (header.ids.size() + header.offsets.size()) +
-                    8 * header.inv_freq.size() + 16 * header.sliding_window.size() + 1024 * header.spans.size() +
-                    20 * header.reference_ids.size() + 8 * header.reference_tail.size());
+                    8 * (header.inv_freq.size() + header.sinks.size()) + 20 * header.sliding_window.size() +
+                    1024 * header.spans.size() + 20 * header.reference_ids.size() + 8 * header.reference_tail.size());
   }
 
   void write_header(const TraceHeader& all) {
@@ -139,7 +139,7 @@ struct TraceWriter::State {
 
   void write_entries(const std::vector<SchemaEntry>& entries, const TraceHeader& all) {
     for (const SchemaEntry& entry : entries) {
-      if (entry.per_layer() || entry.object == "/@complete") continue;
+      if (entry.per_layer() || entry.object == "/@complete" || entry.object == "/@version") continue;
       if (const auto value = header_value(all, entry)) write(entry.object, *value, dataset_shape(all, entry, *value));
     }
   }
@@ -181,6 +181,7 @@ struct TraceWriter::State {
     if (!positions.empty())
       write(object("q_positions"), std::vector<std::int32_t>(positions.begin(), positions.end()), {positions.size()});
     for (const char* name : {"q", "k", "v"}) {
+      if (is_left_out(schema().rule(object(name)), header)) continue;
       std::vector<std::uint64_t> shape;
       for (const std::string& dimension : schema().rule(object(name)).shape)
         shape.push_back(static_cast<std::uint64_t>(rules.size(dimension)));
@@ -222,6 +223,9 @@ struct TraceWriter::State {
 
   void append(std::size_t tensor, std::span<const std::byte> rows) {
     if (growing.empty()) throw Error{Refusal::input, rules.where("/layers"), "rows", "a layer that was begun", "none"};
+    if (tensor >= growing.size())
+      throw Error{Refusal::input, rules.where("/layers"), "rows", "no values, since they are components of the keys",
+                  "values"};
     write_rows(growing[tensor], growing[tensor].written, rows);
   }
 
@@ -263,6 +267,7 @@ struct TraceWriter::State {
                   fmt::format("{}", layers)};
     flush();
     partial.sync();
+    file->set_attribute("version", version_of(header));
     file->set_attribute("complete", std::int64_t{1});
     file->close();
     file.reset();
@@ -283,7 +288,7 @@ struct TraceWriter::State {
 TraceWriter::TraceWriter(const std::filesystem::path& path) : state_(std::make_unique<State>(path)) {
   TraceHeader own;
   own.created = now();
-  for (const char* object : {"/@format", "/@version", "/@created"})
+  for (const char* object : {"/@format", "/@created"})
     state_->write(object, *header_value(own, schema().entry(object)), {});
 }
 TraceWriter::TraceWriter(const std::filesystem::path& path, TraceHeader header, Existing existing) {

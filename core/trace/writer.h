@@ -35,7 +35,7 @@ class TraceWriter {
  public:
   /// Writes the header. An empty `created` becomes now; format, version and complete are the writer's own.
   TraceWriter(const std::filesystem::path& path, TraceHeader header, Existing existing = Existing::refuse);
-  /// Writes the header's format, version and date alone; write() adds the rest. Replaces an existing file.
+  /// Writes the header's format and date alone; write() adds the rest. Replaces an existing file.
   explicit TraceWriter(const std::filesystem::path& path);
   ~TraceWriter();
 
@@ -43,7 +43,7 @@ class TraceWriter {
   void begin_layer(DType stored, std::span<const std::int32_t> query_positions = {});
 
   /// Whole rows, in file order: head by head, token by token. The three may be interleaved; bytes are elements of the
-  /// layer's stored type.
+  /// layer's stored type. No values where they are components of the keys.
   void append_q(std::span<const std::byte> rows);
   void append_k(std::span<const std::byte> rows);
   void append_v(std::span<const std::byte> rows);

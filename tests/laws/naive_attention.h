@@ -69,11 +69,11 @@ inline std::vector<int> seen_in_slot_order(const LayerSelection& selection, cons
   return seen;
 }
 
-inline std::vector<double> softmax(std::vector<double> logits, float softcap) {
+inline std::vector<double> softmax(std::vector<double> logits, float softcap, double sink) {
   if (softcap > 0)
     for (double& z : logits) z = static_cast<double>(softcap) * std::tanh(z / static_cast<double>(softcap));
-  const double highest = *std::ranges::max_element(logits);
-  double sum = 0;
+  const double highest = std::max(sink, *std::ranges::max_element(logits));
+  double sum = std::exp(sink - highest);
   for (double& z : logits) {
     z = std::exp(z - highest);
     sum += z;
@@ -109,7 +109,7 @@ class NaiveLayer {
     std::vector<double> logits, kept_logits;
     for (std::size_t j = 0; j <= static_cast<std::size_t>(t); ++j)
       logits.push_back(scale * product(query, keys_[kv][j]));
-    const std::vector<double> full = softmax(logits, tensors_.logit_softcap);
+    const std::vector<double> full = softmax(logits, tensors_.logit_softcap, tensors_.sink(h));
     const bool moves = positions == Positions::cache;
     const auto own_slot = static_cast<int>(seen.size()) - 1;
     const std::vector<double> moved_query = moves ? turned(tensors_.rope, own_slot - t, query) : query;
@@ -118,7 +118,7 @@ class NaiveLayer {
       const std::vector<double>& key = stored_keys_[kv][static_cast<std::size_t>(j)];
       kept_logits.push_back(scale * product(moved_query, moves ? turned(tensors_.rope, slot - j, key) : key));
     }
-    const std::vector<double> over_kept = softmax(kept_logits, tensors_.logit_softcap);
+    const std::vector<double> over_kept = softmax(kept_logits, tensors_.logit_softcap, tensors_.sink(h));
 
     std::vector<double> kept(full.size()), difference(static_cast<std::size_t>(tensors_.v.dim));
     Naive found;

@@ -94,7 +94,7 @@ struct RecordedRun : Sink {
   double recall(int cell, int layer) const {
     double sum = 0;
     const std::vector<Moments>& all = moments.at({cell, layer});
-    for (const Moments& m : all) sum += m.mass;
+    for (std::size_t i = 0; i < all.size(); ++i) sum += all[i].mass / full.at(layer)[i].mass;
     return sum / static_cast<double>(all.size());
   }
 };

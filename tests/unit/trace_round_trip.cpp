@@ -12,6 +12,7 @@
 
 #include "edited_file.h"
 #include "error.h"
+#include "float_types.h"
 #include "hash.h"
 #include "hdf5/hdf5.h"
 #include "random.h"
@@ -42,11 +43,15 @@ TraceHeader full_header() {
   header.logit_softcap = 50;
   header.source_hash = std::string(64, 'a');
   header.quantisation = "4bit";
+  header.value_dim = 5;
   header.sliding_window = {0, 5};
+  header.sinks = {0.5, -HUGE_VAL, -1, 2, 0, 0, 0, 0.25};
+  header.chunk = {0, 4};
   header.layer_index = {3, 7};
   header.has_rope = true;
   header.rope_interleaved = true;
   header.rope_pairs = 2;
+  header.rope_offset = 2;
   header.inv_freq = {1, 0.5, 0, 0};
   header.attention_scaling = {1.25, 1};
   header.prefill = 5;
@@ -80,24 +85,28 @@ class RoundTrip : public TraceFiles {
     std::vector<Written> all;
     for (int l = 0; l < header.layers; ++l) {
       const std::size_t row = static_cast<std::size_t>(header.head_dim) * size_of(dtype);
+      const std::size_t value_row = static_cast<std::size_t>(header.value_components()) * size_of(dtype);
+      const std::size_t projection_columns = 4 * static_cast<std::size_t>(header.value_components());
       const auto tokens = static_cast<std::size_t>(header.tokens());
       const std::size_t queries = positions.empty() ? tokens : positions.size();
       const auto seed = static_cast<std::uint64_t>(l);
       Written w{random_bytes(4 * queries * row, seed * 10), random_bytes(2 * tokens * row, seed * 10 + 1),
-                random_bytes(2 * tokens * row, seed * 10 + 2), random_bytes(10 * 24 * size_of(dtype), seed * 10 + 3)};
+                random_bytes(header.stores_values() ? 2 * tokens * value_row : 0, seed * 10 + 2),
+                random_bytes(10 * projection_columns * size_of(dtype), seed * 10 + 3)};
       writer.begin_layer(dtype, positions);
-      for (std::size_t at = 0; at < w.q.size() || at < w.k.size(); at += rows_at_once * row) {
-        const auto piece = [&](const std::vector<std::byte>& from) {
-          const std::size_t begin = std::min(at, from.size()), end = std::min(at + rows_at_once * row, from.size());
+      for (std::size_t first = 0; first * row < w.q.size() || first * row < w.k.size(); first += rows_at_once) {
+        const auto piece = [&](const std::vector<std::byte>& from, std::size_t row_bytes) {
+          const std::size_t begin = std::min(first * row_bytes, from.size());
+          const std::size_t end = std::min((first + rows_at_once) * row_bytes, from.size());
           return std::span(from).subspan(begin, end - begin);
         };
-        writer.append_q(piece(w.q));
-        writer.append_k(piece(w.k));
-        writer.append_v(piece(w.v));
+        writer.append_q(piece(w.q, row));
+        writer.append_k(piece(w.k, row));
+        if (header.stores_values()) writer.append_v(piece(w.v, value_row));
       }
       if (wo) {
         const std::string object = object_in_layer(schema().entry("/layers/{layer}/wo"), l);
-        writer.begin_tensor(object, dtype, {10, 24});
+        writer.begin_tensor(object, dtype, {10, projection_columns});
         writer.write_tokens(object, 0, w.wo);
       }
       all.push_back(std::move(w));
@@ -142,7 +151,11 @@ TEST_F(RoundTrip, EveryHeaderFieldAndEveryTypeComesBack) {
           const std::vector<StoredTensor> tensors = trace.tensors(l);
           ASSERT_EQ(tensors.size(), 4U);
           EXPECT_TRUE(equal(tensors[3].view, w.wo));
-          EXPECT_EQ(tensors[3].shape, (std::vector<int>{10, 24}));
+          EXPECT_EQ(tensors[3].shape, (std::vector<int>{10, 20}));
+          EXPECT_EQ(layer.sink(1), l == 0 ? -HUGE_VAL : 0.0);
+          EXPECT_EQ(layer.sink(3), l == 0 ? 2.0 : 0.25);
+          EXPECT_EQ(layer.first_visible(6), l == 0 ? 0 : 4);
+          EXPECT_EQ(layer.end_of_queries(1), l == 0 ? std::numeric_limits<int>::max() : 4);
           for (const StoredTensor& tensor : tensors)
             EXPECT_EQ(tensor.xxh3, hash_of({tensor.view.data, tensor.view.bytes()})) << tensor.path;
         }
@@ -159,18 +172,38 @@ TEST_F(RoundTrip, HeaderValues) {
   int values = 0;
   for (const std::vector<SchemaEntry>* entries : {&schema().attributes, &schema().datasets})
     for (const SchemaEntry& entry : *entries) {
-      if (entry.per_layer()) continue;
+      if (entry.per_layer() || entry.object == "/model@value_is_key") continue;  // not beside value_dim
       const auto before = header_value(header, entry), after = header_value(trace.header(), entry);
       ASSERT_TRUE(before && after) << entry.object;
       ++values;
       EXPECT_TRUE(*before == *after) << entry.object;
     }
-  EXPECT_EQ(values, 30);
+  EXPECT_EQ(values, 34);
   EXPECT_EQ(trace.header().rope_pairs, 2);
+}
+
+TEST_F(RoundTrip, ValuesMayBeComponentsOfTheKeys) {
+  TraceHeader header = full_header();
+  header.value_dim = 0;
+  header.value_is_key = 4;
+  const std::vector<Written> written = write("trace.h5", DType::float16, {}, 3, header);
+  const Trace trace = Trace::open(file("trace.h5"));
+  EXPECT_EQ(version_of(trace.header()), 2);
+  const LayerTensors layer = trace.layer(1);
+  EXPECT_EQ(trace.tensors(1).size(), 3U);
+  EXPECT_EQ(layer.v.dim, 4);
+  for (int head = 0; head < 2; ++head)
+    for (int t = 0; t < header.tokens(); ++t)
+      EXPECT_EQ(std::memcmp(layer.v.row(head, t), layer.k.row(head, t), layer.v.row_bytes()), 0);
+  EXPECT_EQ(widened(layer.v).size(), 2U * 7 * 4);
 }
 
 TEST_F(RoundTrip, OptionalObjectsMayBeLeftOut) {
   TraceHeader header = full_header();
+  header.value_dim = 0;
+  header.rope_offset = 0;
+  header.sinks.clear();
+  header.chunk.clear();
   header.has_rope = false;
   header.source_hash.clear();
   header.quantisation.clear();
@@ -253,11 +286,13 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   header.has_rope = false;
   header.source_hash.clear();
   header.quantisation.clear();
+  header.sinks.resize(4);
+  header.chunk = {4};
   header.reference_ids.clear();
   header.reference_log_probabilities.clear();
   header.reference_tail.clear();
   const std::vector<Written> written = write("trace.h5", DType::bfloat16, {2, 6}, 3, header);
-  value("/@version", raw(std::int64_t{1}));
+  value("/@version", raw(std::int64_t{2}));
   value("/@synthetic", raw(std::int64_t{1}));
   value("/model@name", header.model);
   value("/model@architecture", header.architecture);
@@ -268,9 +303,12 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   value("/model@dtype", "bfloat16");
   value("/model@softmax_scale", raw(0.3));
   value("/model@logit_softcap", raw(50.0));
+  value("/model@value_dim", raw(std::int64_t{5}));
   value("/tokens@prefill", raw(std::int64_t{5}));
   value("/model/sliding_window", raw(std::int32_t{0}));
   value("/model/layer_index", raw(std::int32_t{3}));
+  value("/model/sinks", raw(0.5, -HUGE_VAL, -1.0, 2.0));
+  value("/model/chunk", raw(std::int32_t{4}));
   value("/tokens/ids", raw(5, 4, 3, 2, 1, 0, 7));
   value("/tokens/offsets", raw(0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 5, 5, 6));
   value("/tokens/text", header.text);
@@ -278,9 +316,9 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   value("/spans", "needle\0needle\0"s + raw(1, 3) + "na\xC3\xAFve\0question\0"s + raw(3, 5));
   value("/layers/000/q", "bfloat16 [4, 2, 6] " + hash_of(written[0].q));
   value("/layers/000/k", "bfloat16 [2, 7, 6] " + hash_of(written[0].k));
-  value("/layers/000/v", "bfloat16 [2, 7, 6] " + hash_of(written[0].v));
+  value("/layers/000/v", "bfloat16 [2, 7, 5] " + hash_of(written[0].v));
   value("/layers/000/q_positions", raw(2, 6));
-  value("/layers/000/wo", "bfloat16 [10, 24] " + hash_of(written[0].wo));
+  value("/layers/000/wo", "bfloat16 [10, 20] " + hash_of(written[0].wo));
   EXPECT_EQ(Trace::open(file("trace.h5")).hash(), hash_of(std::as_bytes(std::span(bytes))));
 }
 
@@ -298,7 +336,7 @@ TEST_F(RoundTrip, AnArchivedTraceIsTheSameTrace) {
         std::vector<std::byte> elements(static_cast<std::size_t>(hdf5::elements(shape)) * 2);
         plain.read(hdf5::Type::bfloat16(), elements.data());
         remove(group, name);
-        create_deflated(group, name, hdf5::Type::bfloat16(), shape, {1, 4, 6})
+        create_deflated(group, name, hdf5::Type::bfloat16(), shape, {1, 4, 5})
             .write(hdf5::Type::bfloat16(), elements.data());
       }
   }

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -131,18 +132,29 @@ std::string stored_queries(const Trace& trace) {
   return least == static_cast<std::size_t>(header.tokens()) ? "all" : fmt::format("{} of {}", least, header.tokens());
 }
 
-/// "none", "4096 in all layers", or "4096 in 5 of 6 layers".
-std::string windows(const TraceHeader& header) {
+/// "none", or "4096 in 5 of 6 layers", of the windows or chunks of all layers.
+std::string sizes_by_layer(const std::vector<std::int32_t>& of_layers) {
   std::vector<std::int32_t> sizes;
-  for (const std::int32_t window : header.sliding_window)
-    if (window > 0 && std::ranges::find(sizes, window) == sizes.end()) sizes.push_back(window);
+  for (const std::int32_t size : of_layers)
+    if (size > 0 && std::ranges::find(sizes, size) == sizes.end()) sizes.push_back(size);
   if (sizes.empty()) return "none";
   std::string text;
   for (const std::int32_t size : sizes) {
-    const auto n = std::ranges::count(header.sliding_window, size);
-    text += fmt::format("{}{} in {} of {} layers", text.empty() ? "" : ", ", size, n, header.layers);
+    const auto n = std::ranges::count(of_layers, size);
+    text += fmt::format("{}{} in {} of {} layers", text.empty() ? "" : ", ", size, n, of_layers.size());
   }
   return text;
+}
+
+bool has_sinks(const TraceHeader& header) {
+  return std::ranges::any_of(header.sinks, [](double logit) { return std::isfinite(logit); });
+}
+
+/// What values have other than keys.
+std::string values_text(const TraceHeader& header) {
+  if (!header.stores_values())
+    return fmt::format("  values: first {} components of the keys", header.value_components());
+  return header.value_components() == header.head_dim ? "" : fmt::format(", {} of values", header.value_components());
 }
 
 Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& cost) {
@@ -161,11 +173,15 @@ Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& 
                 {"query_heads", header.query_heads},
                 {"kv_heads", header.kv_heads},
                 {"head_dim", header.head_dim},
+                {"value_dim", header.value_components()},
+                {"value_is_key", !header.stores_values()},
                 {"prompt", header.prefill},
                 {"continuation", header.continuation()},
                 {"boundary", use.conditions.boundary},
                 {"stored_queries", stored_queries(trace)},
                 {"sliding_window", header.sliding_window},
+                {"chunk", header.chunk},
+                {"sinks", has_sinks(header)},
                 {"layer_index", header.layer_index},
                 {"softmax_scale", header.softmax_scale},
                 {"logit_softcap", header.logit_softcap},
@@ -199,10 +215,12 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
       {"model", fmt::format("{}  {}  computed in {}{}", header.model, header.architecture, name_of(header.dtype),
                             header.synthetic ? "  synthetic" : "")},
       {"tokens", fmt::format("prompt {} + continuation {}", header.prefill, header.continuation())},
-      {"shape", fmt::format("{} layers  {} query / {} KV heads  head dimension {}", header.layers, header.query_heads,
-                            header.kv_heads, header.head_dim)},
+      {"shape", fmt::format("{} layers  {} query / {} KV heads  head dimension {}{}", header.layers, header.query_heads,
+                            header.kv_heads, header.head_dim, values_text(header))},
       {"queries", stored_queries(trace)},
-      {"window", windows(header)},
+      {"window", sizes_by_layer(header.sliding_window)},
+      {"chunk", sizes_by_layer(header.chunk)},
+      {"sinks", has_sinks(header) ? "sink logits in the softmax" : "no sink logits"},
       {"scale", header.logit_softcap > 0.0 ? fmt::format("{}  softcap {}", header.softmax_scale, header.logit_softcap)
                                            : fmt::format("{}", header.softmax_scale)},
       {"rope", header.has_rope ? fmt::format("{} pairs, {}", header.rope_pairs,

@@ -20,6 +20,8 @@ constexpr Option options[] = {
     {"query-heads", 0, "N", "", "query heads"},
     {"kv-heads", 0, "N", "", "KV heads; a divisor of the query heads"},
     {"head-dim", 0, "N", "", "head dimension"},
+    {"value-dim", 0, "N", "", "head dimension of the values (default: that of the keys)"},
+    {"value-is-key", 0, "", "", "values are the first components of the keys, as in MLA"},
     {"prompt", 0, "N", "", "prompt tokens"},
     {"continuation", 0, "N", "", "tokens after the prompt"},
     {"dtype", 0, "float16|bfloat16|float32", "", "data type of the stored tensors (default: float16)"},
@@ -27,6 +29,8 @@ constexpr Option options[] = {
     {"queries", 0, "all|last:N", "all", "queries to store"},
     {"sliding-window", 0, "W,...", "",
      "sliding windows of layers 0, 1, ..., in tokens, repeated over all layers; 0: none"},
+    {"chunk", 0, "C,...", "", "chunks of attention, likewise: query t sees keys from floor(t / C) C on; 0: none"},
+    {"sink-logits", 0, "", "", "sink logits: the softmax of a query head has one more term"},
     {"softcap", 0, "C", "", "soft cap of logits, C tanh(z/C); 0: none"},
     {"rope-base", 0, "X", "", "base of RoPE, inv_freq[i] = X^(-2i/d); 0: no RoPE"},
     {"rope-interleaved", 0, "", "", "RoPE pairs (2i, 2i+1) in place of (i, i+d/2)"},
@@ -47,11 +51,11 @@ int last_queries(const std::string& text) {
   return n;
 }
 
-std::vector<int> windows(const std::string& text) {
+std::vector<int> sizes(const std::string& option, const std::string& text) {
   std::vector<int> all;
   for (const std::string& piece : split(text, ',')) {
-    all.push_back(parse_int("--sliding-window", piece));
-    if (all.back() < 0) throw Error{Refusal::usage, "--sliding-window", "out of range", "0 or more", piece};
+    all.push_back(parse_int(option, piece));
+    if (all.back() < 0) throw Error{Refusal::usage, option, "out of range", "0 or more", piece};
   }
   return all;
 }
@@ -65,12 +69,17 @@ SynthOptions requested(const Arguments& arguments) {
   number("query-heads", wanted.query_heads, 1);
   number("kv-heads", wanted.kv_heads, 1);
   number("head-dim", wanted.head_dim, 1);
+  number("value-dim", wanted.value_dim, 1);
+  wanted.value_is_key = arguments.given("value-is-key");
+  wanted.sinks = arguments.given("sink-logits");
   number("prompt", wanted.prefill, 1);
   number("continuation", wanted.continuation, 0);
   if (arguments.given("dtype")) wanted.dtype = dtype_of(arguments.text("dtype"));
   if (arguments.given("seed")) wanted.seed = arguments.seed("seed");
   if (arguments.given("queries")) wanted.last_queries = last_queries(arguments.text("queries"));
-  if (arguments.given("sliding-window")) wanted.sliding_window = windows(arguments.text("sliding-window"));
+  if (arguments.given("sliding-window"))
+    wanted.sliding_window = sizes("--sliding-window", arguments.text("sliding-window"));
+  if (arguments.given("chunk")) wanted.chunk = sizes("--chunk", arguments.text("chunk"));
   if (arguments.given("softcap"))
     wanted.logit_softcap = arguments.real_number("softcap", 0.0, std::numeric_limits<double>::max());
   if (arguments.given("rope-base"))

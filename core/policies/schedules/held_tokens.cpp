@@ -22,7 +22,7 @@ class RepeatedLayer {
 
  private:
   static std::vector<std::byte> repeated(const TensorView& tensor, int times) {
-    const std::size_t head_bytes = static_cast<std::size_t>(tensor.tokens) * tensor.row_bytes();
+    const std::size_t head_bytes = static_cast<std::size_t>(tensor.tokens) * tensor.stride_bytes();
     std::vector<std::byte> heads;
     heads.reserve(tensor.bytes() * static_cast<std::size_t>(times));
     for (int head = 0; head < tensor.heads; ++head)

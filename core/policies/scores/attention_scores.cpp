@@ -37,12 +37,12 @@ Scorer cumulative_score() {
 Scorer observed_score() {
   const auto score = [](const LayerView& view, const Scoring& how) {
     Matrix scores = how.grouping(view.cumulative_attention(), view.group());
-    const int seen = view.residents().seen, window = view.tensors().sliding_window;
+    const int seen = view.residents().seen;
     for (int row = 0; row < scores.rows(); ++row) {
       const ResidentPositions positions = view.positions(row);
       for (int i = 0; i < scores.columns(); ++i) {
-        const int came = seen - positions[i].number;
-        scores(row, i) /= window > 0 ? std::min(came, window) : came;
+        const int position = positions[i].number;
+        scores(row, i) /= std::min(seen, view.tensors().end_of_queries(position)) - position;
       }
     }
     return scores;

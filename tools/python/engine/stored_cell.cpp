@@ -51,9 +51,11 @@ class PythonCell {
       found = cell_->layer(stored_layer);
     }
     const TraceHeader& header = trace_->header();
-    const auto tokens = static_cast<std::size_t>(header.tokens()), dim = static_cast<std::size_t>(header.head_dim);
-    return nb::make_tuple(as_array(std::move(found.keys), {static_cast<std::size_t>(found.key_heads), tokens, dim}),
-                          as_array(std::move(found.values), {static_cast<std::size_t>(header.kv_heads), tokens, dim}),
+    const auto tokens = static_cast<std::size_t>(header.tokens());
+    return nb::make_tuple(as_array(std::move(found.keys), {static_cast<std::size_t>(found.key_heads), tokens,
+                                                           static_cast<std::size_t>(header.head_dim)}),
+                          as_array(std::move(found.values), {static_cast<std::size_t>(header.kv_heads), tokens,
+                                                             static_cast<std::size_t>(header.value_components())}),
                           as_list(std::move(found.positions)), as_list(std::move(found.stands_at)), found.bytes);
   }
 

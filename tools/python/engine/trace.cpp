@@ -235,6 +235,7 @@ void bind_trace(nb::module_& module) {
       .def_prop_ro("query_heads", [](const Traced& of) { return of.header().query_heads; })
       .def_prop_ro("kv_heads", [](const Traced& of) { return of.header().kv_heads; })
       .def_prop_ro("head_dim", [](const Traced& of) { return of.header().head_dim; })
+      .def_prop_ro("value_dim", [](const Traced& of) { return of.header().value_components(); })
       .def_prop_ro("prompt", [](const Traced& of) { return of.header().prefill; })
       .def_prop_ro("tokens", [](const Traced& of) { return of.header().tokens(); })
       .def_prop_ro("text", [](const Traced& of) { return of.header().text; })

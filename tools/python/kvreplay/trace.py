@@ -59,7 +59,8 @@ class Trace:
     layers: int  # L
     query_heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # d, of queries and keys
+    value_dim: int  # dv, of values
     prompt: int  # P
     tokens: int  # T
     text: str  # the prompt and its continuation; empty: the trace has none
@@ -119,8 +120,9 @@ class Trace:
         return self._tensor("k", layer)
 
     def v(self, layer: int) -> np.ndarray:
-        """[Hkv, T, d] values."""
-        return self._tensor("v", layer)
+        """[Hkv, T, value_dim] values; where they are components of the keys, a part of `k`."""
+        stored = self._tensor("v", layer)
+        return self.k(layer)[..., : self.value_dim] if stored is None else stored
 
     def layer(
         self, layer: int, boundary: int | str = "prompt", eval: str = "continuation", device: str = "cpu"

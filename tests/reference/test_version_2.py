@@ -1,0 +1,95 @@
+"""Traces of version 2: metrics recomputed from the trace with numpy, from the formulas of docs/conventions.md."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import kvreplay as kv
+
+METRICS = ["attention_recall", "attention_l1", "attention_cosine", "output_error", "sink_mass:logit"]
+SHAPE = ["--layers", "2", "--prompt", "90", "--continuation", "6"]
+
+
+def attention(logits: np.ndarray, sink: float, held: np.ndarray) -> np.ndarray:
+    """Softmax over the held keys and the sink logit; 0 for other keys."""
+    highest = max(logits[held].max(), sink)
+    weights = np.where(held, np.exp(logits - highest), 0)
+    return weights / (weights.sum() + np.exp(sink - highest))
+
+
+def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = True) -> dict[str, float]:
+    """Means over eval queries and query heads. `kept`: bool [rows, P]."""
+    q, k, v = (array.astype(np.float64) for array in (trace.q(layer), trace.k(layer), trace.v(layer)))
+    group = len(q) // len(k)
+    sinks = trace["/model/sinks"][layer] if with_sinks and "/model/sinks" in trace else np.full(len(q), -np.inf)
+    values: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    for head, sink in enumerate(sinks):
+        row = {1: 0, len(k): head // group}.get(len(kept), head)
+        for t in range(trace.prompt, trace.tokens):
+            logits = trace["/model@softmax_scale"] * (k[head // group][: t + 1] @ q[head][t])
+            held = np.concatenate([kept[row], np.ones(t + 1 - trace.prompt, bool)])
+            full, evicted = attention(logits, sink, np.ones_like(held)), attention(logits, sink, held)
+            outputs = [weights @ v[head // group][: t + 1] for weights in (full, evicted)]
+            values["attention_recall"].append(full[held].sum() / full.sum())
+            values["attention_l1"].append(np.abs(full - evicted).sum())
+            values["attention_cosine"].append(full @ evicted / np.linalg.norm(full) / np.linalg.norm(evicted))
+            values["output_error"].append(np.linalg.norm(outputs[0] - outputs[1]) / np.linalg.norm(outputs[0]))
+            values["sink_mass:logit"].append(1 - full.sum())
+    return {metric: float(np.mean(numbers)) for metric, numbers in values.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sink-logits"],
+        ["--value-dim", "24"],
+        ["--value-dim", "80", "--sink-logits"],
+        ["--value-is-key", "--value-dim", "40", "--kv-heads", "1", "--sink-logits"],
+    ],
+    ids="_".join,
+)
+def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    subprocess.run(["kvreplay", "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
+    trace = kv.Trace(path)
+    assert trace["/@version"] == 2
+    run = kv.replay(trace, policies=["snapkv:window=8", "streaming-llm", "h2o"], budgets=[20], metrics=METRICS)
+    table = run.results[run.results["head"] == "all"].fillna({"variant": ""})
+    for cell in run.cells["cell"]:
+        kept = run.selection_of(cell, trace.prompt).mask()
+        for layer in range(trace.layers):
+            wanted = expected(trace, layer, kept[layer])
+            rows = table[(table["cell"] == cell) & (table["layer"].astype(str) == str(layer))]
+            for metric, number in wanted.items():
+                name, _, variant = metric.partition(":")
+                found = rows[(rows["metric"] == name) & (rows["variant"] == variant)]["value"]
+                assert found.tolist() == pytest.approx([number], abs=2e-7), (cell, layer, metric)
+    if "--sink-logits" in options:
+        without = expected(trace, 0, kept[0], with_sinks=False)
+        assert abs(without["output_error"] - expected(trace, 0, kept[0])["output_error"]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "edit", "said"),
+    [
+        (["--sink-logits"], lambda file: file.attrs.modify("version", np.int64(1)), "/@version: value: expected 2"),
+        ([], lambda file: file.attrs.modify("version", np.int64(2)), "/@version: value: expected 1"),
+        (["--value-dim", "24"], lambda file: file["model"].attrs.__delitem__("value_dim"), "/layers/000/v: shape"),
+        (["--value-is-key"], lambda file: file["layers/001"].copy("k", "v"), "/001/v: beside /model@value_is_key"),
+        (["--chunk", "32"], lambda file: file["model/chunk"].write_direct(np.array([8, -1], np.int32)), "/model/chunk"),
+    ],
+)  # fmt: skip
+def test_violations(options: Sequence[str], edit: Callable[[h5py.File], None], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.h5"
+    subprocess.run(["kvreplay", "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
+    with h5py.File(path, "r+", libver=("v108", "v110")) as file:
+        edit(file)
+    result = subprocess.run(["kvreplay", "validate", path], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert said in result.stdout + result.stderr
