@@ -299,10 +299,10 @@ std::vector<std::size_t> in_order(const std::vector<PolicyRow>& rows) {
 /// The same family by family, in the order of the families' first rows.
 std::vector<std::size_t> by_family(const std::vector<PolicyRow>& rows) {
   const auto first = [&](std::size_t place) {
-    return std::ranges::find(rows, heading_of(rows[place]), heading_of) - rows.begin();
+    return std::pair(std::ranges::find(rows, heading_of(rows[place]), heading_of) - rows.begin(), place);
   };
   std::vector<std::size_t> places = in_order(rows);
-  std::ranges::stable_sort(places, {}, first);
+  std::ranges::sort(places, {}, first);
   return places;
 }
 

@@ -307,7 +307,8 @@ TraceHeader header_of(const SynthOptions& options) {
     header.layer_index.push_back(l);
     for (int h = 0; options.sinks && h < options.query_heads; ++h)
       header.sinks.push_back(h % 4 == 3 ? -HUGE_VAL
-                                        : normal(chain(options.seed, static_cast<std::uint64_t>(sinks), l), h));
+                                        : normal(chain(options.seed, static_cast<std::uint64_t>(sinks), l),
+                                                 static_cast<std::uint64_t>(h)));
     header.inv_freq.insert(header.inv_freq.end(), inv_freq.begin(), inv_freq.end());
     if (header.has_rope) header.attention_scaling.push_back(1.0);
   }
