@@ -123,10 +123,10 @@ set_attribute(
     "newer version",
     "/",
     "version",
-    2,
-    "format version is newer than this program supports: expected at most 1, found 2",
+    3,
+    "format version is newer than this program supports: expected at most 2, found 3",
 )
-set_attribute("version 0", "/", "version", 0, "value: expected 1, found 0")
+set_attribute("version 0", "/", "version", 0, "value: expected 1 to 2, found 0")
 set_attribute("version as text", "/", "version", np.bytes_("1"), "type: expected integer, found string of 1 bytes")
 set_attribute("version as a list", "/", "version", np.array([1]), "shape: expected scalar, found [1]")
 set_attribute("empty version", "/", "version", h5py.Empty("i8"), "shape: expected scalar, found empty")
@@ -201,7 +201,7 @@ set_dataset(
     "too many pairs",
     "/model/rope/inv_freq",
     lambda f: np.ones((4, 3)),
-    "shape: expected at most 2 pairs (2r <= d), found 3",
+    "shape: expected at most 2 pairs (offset + 2r <= d), found 3",
 )
 set_dataset(
     "frequencies in float16", "/model/rope/inv_freq", np.float16, "type: expected float64 or float32, found float16"
