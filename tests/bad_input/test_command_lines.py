@@ -132,7 +132,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         INPUT,
         "replay window.h5 -p h2o -b 0.5",
-        "window.h5: every layer has a sliding window: expected a layer without one, or --sliding treat",
+        "window.h5: every layer has a sliding window or chunks: expected a layer without them, or --sliding treat",
     ),
     # policies
     (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: did you mean snapkv?"),

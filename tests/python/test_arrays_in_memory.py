@@ -287,7 +287,8 @@ REFUSED = {
     "layer_index: order: expected strictly ascending, found 1 after 1 at element 1": changed("layer_index", None, 1),
     "rope.style: value: expected halves or interleaved, found \"other\"":
         changed("rope", None, kv.Rope(np.ones(8), style="other")),
-    "rope.inv_freq: shape: expected at most 8 pairs (offset + 2r <= d), found 9": changed("rope", None, kv.Rope(np.ones(9))),
+    "rope.inv_freq: shape: expected at most 8 pairs (offset + 2r <= d), found 9":
+        changed("rope", None, kv.Rope(np.ones(9))),
     "rope.inv_freq: shape: expected [3, r] or [r], found []": changed("rope", None, kv.Rope(1.0)),
     "rope.inv_freq: value: expected at most pi radians a position, found 4":
         changed("rope", None, kv.Rope(np.full(8, 4.0))),
