@@ -140,7 +140,7 @@ def test_all_violations_are_listed_with_their_remedies(folder: Path, tmp_path: P
         "write int32 [T] (token numbers, prompt and continuation)",
         "/layers/000/k: chunks: expected 2 written, found 1; write all of its elements",
         "/layers/001/v: shape: expected [2, 16, 4], found [2, 16, 3]; "
-        "write float16, bfloat16 or float32 [Hkv, T, d] (values, not repeated to query heads)",
+        "write float16, bfloat16 or float32 [Hkv, T, dv] (values, not repeated to query heads)",
         "/layers/002: missing: expected a group, found none; write the group and its members (traces/FORMAT.md)",
         "/layers/003/q: type: expected float16, bfloat16 or float32, found float64; "
         "write float16, bfloat16 or float32 [Hq, Tq, d] (queries after RoPE and QK norm)",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvreplay as kv
+from kvreplay.program import program
 
 METRICS = ["attention_recall", "attention_l1", "attention_cosine", "output_error", "sink_mass:logit"]
 SHAPE = ["--layers", "2", "--prompt", "90", "--continuation", "6"]
@@ -56,7 +57,7 @@ def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = T
 )
 def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
-    subprocess.run(["kvreplay", "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
+    subprocess.run([*program(), "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
     trace = kv.Trace(path)
     assert trace["/@version"] == 2
     run = kv.replay(trace, policies=["snapkv:window=8", "streaming-llm", "h2o"], budgets=[20], metrics=METRICS)
@@ -87,9 +88,9 @@ def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
 )  # fmt: skip
 def test_violations(options: Sequence[str], edit: Callable[[h5py.File], None], said: str, tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
-    subprocess.run(["kvreplay", "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
+    subprocess.run([*program(), "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
     with h5py.File(path, "r+", libver=("v108", "v110")) as file:
         edit(file)
-    result = subprocess.run(["kvreplay", "validate", path], capture_output=True, text=True, check=False)
+    result = subprocess.run([*program(), "validate", path], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert said in result.stdout + result.stderr
