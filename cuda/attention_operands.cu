@@ -93,12 +93,24 @@ std::vector<QueryRange> ranges_of(const std::vector<QueryPlace>& places, int pad
 
 }  // namespace
 
+void require_supported(const LayerTensors& layer) {
+  const auto refuse = [](const char* object) {
+    throw Error{Refusal::capability, object, "not supported by the CUDA backend", "a trace without it, or --device cpu",
+                "a trace with it"};
+  };
+  if (!layer.sinks.empty()) refuse("/model/sinks");
+  if (layer.chunk > 0) refuse("/model/chunk");
+  if (layer.value_is_key) refuse("/model@value_is_key");
+  if (layer.rope.offset > 0) refuse("/model/rope@offset");
+}
+
 PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::span<const std::int32_t> queries,
                              std::vector<SoftmaxKeys> softmax_keys)
     : call_(call),
       layer_(layer),
       softmax_keys_(std::move(softmax_keys)),
       query_count_(static_cast<int>(queries.size())) {
+  require_supported(layer);
   for (const SoftmaxKeys& some : softmax_keys_) places_.push_back(query_places(layer, queries, some));
   const bool moves = softmax_keys_.front().positions == Positions::cache;
   const bool tensor_cores = layer.q.dtype == layer.k.dtype && layer.k.dtype != DType::float32 && !moves;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention/softmax_keys.h"
+#include "cuda/attention_operands.h"
 #include "cuda/device_call.h"
 
 namespace kvreplay {
@@ -55,6 +56,7 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
                                                        Positions positions, std::span<const std::int32_t> queries,
                                                        int boundary, KeptSets kept, OutputVectors* outputs) {
   assert(kept.size() == 1 || kept.size() == queries.size());
+  require_supported(layer);
   const auto query_count = queries.size();
   const int group = layer.group();
   std::vector<Comparison> result(static_cast<std::size_t>(layer.q.heads) * query_count);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "cuda/attention_operands.h"
 #include "cuda/compiled.h"
 #include "error.h"
 
@@ -66,18 +67,6 @@ std::size_t memory_limit(std::size_t asked) {
   return asked > 0 ? std::min(asked, free) : free / 10 * 9;
 }
 
-/// Rules of attention that no kernel has.
-void require_supported(const LayerTensors& layer) {
-  const auto refuse = [](const char* object) {
-    throw Error{Refusal::capability, object, "not supported by the CUDA backend", "a trace without it, or --device cpu",
-                "a trace with it"};
-  };
-  if (!layer.sinks.empty()) refuse("/model/sinks");
-  if (layer.chunk > 0) refuse("/model/chunk");
-  if (layer.value_is_key) refuse("/model@value_is_key");
-  if (layer.rope.offset > 0) refuse("/model/rope@offset");
-}
-
 std::string version(int number) { return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10); }
 
 }  // namespace
@@ -99,7 +88,6 @@ std::string CudaBackend::description() const {
 }
 
 void CudaBackend::hold(const LayerTensors& layer, bool queries) {
-  require_supported(layer);
   check(cudaSetDevice(device_), "cudaSetDevice");
   tensors_.hold(layer.k);
   if (queries) tensors_.hold(layer.q);

@@ -140,7 +140,7 @@ void DeviceTensors::upload(const TensorView& tensor, int head, std::span<const s
     stage.copied.wait();
     const int workers =
         static_cast<int>(std::clamp(bytes / bytes_a_thread, std::size_t{1}, static_cast<std::size_t>(threads_)));
-    const bool as_it_lies = rows.empty() && padded_bytes == row_bytes;
+    const bool as_it_lies = rows.empty() && padded_bytes == row_bytes && tensor.is_contiguous();
     const int rows_a_copy = as_it_lies ? (some + workers - 1) / workers : 1;
 #pragma omp parallel for schedule(static) num_threads(workers)
     for (int i = 0; i < some; i += rows_a_copy) {

@@ -180,6 +180,8 @@ struct Workload {
   int redundancy_tokens = 0;  // of least_redundant; 0: it is not asked for
 };
 
+/// Calls that compute attention, and working_set(), throw Error{capability} with the object of the trace for a rule of
+/// attention that the backend lacks.
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -222,8 +224,7 @@ class Backend {
   virtual std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) = 0;
 
   /// Says that a layer is in use or comes next, and that its numbers stay as they are until it is let go: they may be
-  /// brought to where they are needed meanwhile. `queries`: most of its queries will be read. Calls work without it,
-  /// but only this one and working_set() throw Error{capability} for a rule of attention that the backend lacks.
+  /// brought to where they are needed meanwhile. `queries`: most of its queries will be read. Calls work without it.
   virtual void hold(const LayerTensors& /*layer*/, bool /*queries*/) {}
   virtual void let_go(const LayerTensors& /*layer*/) {}
 

@@ -239,5 +239,51 @@ TEST(CudaDevice, HeadsOfMoreThan256NumbersAreRefused) {
   EXPECT_THROW(make_backend("cuda", 1)->attention_sums(layer.tensors(), {.queries = queries, .columns = 3}), Error);
 }
 
+TEST(CudaDevice, RulesOfAttentionWithoutKernelsAreRejectedByName) {
+  const RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 9, .dim = 8, .rope_pairs = 2});
+  const auto queries = range(7, 9);
+  const std::vector<double> sinks{0.5, -1};
+  const std::vector<std::pair<std::string, std::function<void(LayerTensors&)>>> rules{
+      {"/model/sinks", [&](LayerTensors& of) { of.sinks = sinks; }},
+      {"/model/chunk", [](LayerTensors& of) { of.chunk = 4; }},
+      {"/model@value_is_key", [](LayerTensors& of) { of.value_is_key = true; }},
+      {"/model/rope@offset", [](LayerTensors& of) { of.rope.offset = 2; }}};
+  const std::unique_ptr<Backend> backend = make_backend("cuda", 1);
+  const KeptSet kept(Heads::kv, 1, 7);
+  for (const auto& [object, change] : rules) {
+    LayerTensors tensors = layer.tensors();
+    change(tensors);
+    const std::vector<KeptSets> sets{KeptSets(&kept, 1)};
+    const std::function<void()> calls[] = {
+        [&] { backend->attention_sums(tensors, {.queries = queries, .columns = 9}); },
+        [&] { backend->kept_moments(tensors, queries, 7, sets); },
+        [&] { backend->compare_attention(tensors, tensors, Positions::original, queries, 7, sets.front()); },
+        [&] { backend->online_eviction(tensors, {.tokens = 9, .budget = 4}); },
+        [&] { backend->working_set(tensors, {}); }};
+    for (const auto& call : calls) {
+      try {
+        call();
+        ADD_FAILURE() << object << " is accepted";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.refusal(), Refusal::capability);
+        EXPECT_EQ(error.where(), object);
+      }
+    }
+  }
+}
+
+TEST_F(CudaBackendOf, ComponentsOfLongerRowsHaveTheirOwnNorms) {
+  LayerShape wide = shape;
+  wide.dim = 128;
+  const RandomLayer layer(wide);
+  TensorView components = layer.tensors().k;
+  components.stride = components.dim;
+  components.dim = 64;
+  const Matrix found = make_backend("cuda", 1)->norms(components, wide.tokens, 2);
+  const Matrix expected = make_backend("cpu", 1)->norms(components, wide.tokens, 2);
+  for (std::size_t i = 0; i < found.values().size(); ++i)
+    EXPECT_NEAR(found.values()[i], expected.values()[i], 1e-6 * expected.values()[i]);
+}
+
 }  // namespace
 }  // namespace kvreplay::testing
