@@ -28,6 +28,7 @@ def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = T
     """Means over eval queries and query heads. `kept`: bool [rows, P]."""
     q, k, v = (array.astype(np.float64) for array in (trace.q(layer), trace.k(layer), trace.v(layer)))
     group = len(q) // len(k)
+    chunk = trace["/model/chunk"][layer] if "/model/chunk" in trace else 0
     sinks = trace["/model/sinks"][layer] if with_sinks and "/model/sinks" in trace else np.full(len(q), -np.inf)
     values: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for head, sink in enumerate(sinks):
@@ -35,7 +36,9 @@ def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = T
         for t in range(trace.prompt, trace.tokens):
             logits = trace["/model@softmax_scale"] * (k[head // group][: t + 1] @ q[head][t])
             held = np.concatenate([kept[row], np.ones(t + 1 - trace.prompt, bool)])
-            full, evicted = attention(logits, sink, np.ones_like(held)), attention(logits, sink, held)
+            visible = np.arange(t + 1) >= (t // chunk * chunk if chunk else 0)
+            held &= visible
+            full, evicted = attention(logits, sink, visible), attention(logits, sink, held)
             outputs = [weights @ v[head // group][: t + 1] for weights in (full, evicted)]
             values["attention_recall"].append(full[held].sum() / full.sum())
             values["attention_l1"].append(np.abs(full - evicted).sum())
@@ -52,6 +55,7 @@ def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = T
         ["--value-dim", "24"],
         ["--value-dim", "80", "--sink-logits"],
         ["--value-is-key", "--value-dim", "40", "--kv-heads", "1", "--sink-logits"],
+        ["--chunk", "80,0"],
     ],
     ids="_".join,
 )
@@ -60,7 +64,9 @@ def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
     subprocess.run([*program(), "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
     trace = kv.Trace(path)
     assert trace["/@version"] == 2
-    run = kv.replay(trace, policies=["snapkv:window=8", "streaming-llm", "h2o"], budgets=[20], metrics=METRICS)
+    run = kv.replay(
+        trace, policies=["snapkv:window=8", "streaming-llm", "h2o"], budgets=[20], metrics=METRICS, sliding="treat"
+    )
     table = run.results[run.results["head"] == "all"].fillna({"variant": ""})
     for cell in run.cells["cell"]:
         kept = run.selection_of(cell, trace.prompt).mask()

@@ -227,6 +227,25 @@ TEST_P(KeysAndQueries, OnAverageVectorsAreTurnedByEachOfThePositions) {
   for (std::size_t c = 0; c < 8; ++c) EXPECT_NEAR(found[c], expected[c], 1e-10);
 }
 
+TEST_P(KeysAndQueries, RotationBeginsAtTheOffset) {
+  const Numbers x = layer.k.row(0, 5);
+  Numbers longer{7, -3};
+  longer.insert(longer.end(), x.begin(), x.end());
+  Rope later = tensors.rope;
+  later.offset = 2;
+  const auto expect_rotated = [&](const auto& rotated) {
+    Numbers expected = x, found = longer;
+    rotated(tensors.rope, std::span<double>(expected));
+    rotated(later, std::span<double>(found));
+    expected.insert(expected.begin(), {7, -3});
+    EXPECT_EQ(found, expected);
+    EXPECT_NE(found, longer);
+  };
+  expect_rotated([](const Rope& rope, std::span<double> y) { rotate(rope, 3, y); });
+  expect_rotated([](const Rope& rope, std::span<double> y) { BackwardRotation(rope, 4).apply(-3, y); });
+  expect_rotated([](const Rope& rope, std::span<double> y) { MeanRotation(rope, 10, 3).apply(y); });
+}
+
 TEST_P(KeysAndQueries, AreTheSameBitsForAnyNumberOfThreads) {
   const RandomLayer many({.tokens = 9000, .dtype = DType::float16, .rope_pairs = 4, .interleaved = GetParam()});
   const LayerTensors all = many.tensors();
