@@ -251,19 +251,15 @@ void check(const SynthOptions& options) {
           std::to_string(options.prefill));
 }
 
-int value_components(const SynthOptions& options) {
-  return options.value_dim > 0 ? options.value_dim : options.head_dim;
-}
-
 int components_of(Tag tag, const SynthOptions& options) {
-  return tag == values ? value_components(options) : options.head_dim;
+  return tag == values && options.value_dim > 0 ? options.value_dim : options.head_dim;
 }
 
 /// Bytes of the tensors, which are nearly all of a trace. A real number, since any options may be asked for.
 double size_of_trace(const SynthOptions& options) {
   const double keys = 1.0 * options.kv_heads * tokens_of(options);
   const double stored = options.last_queries > 0 ? options.last_queries : tokens_of(options);
-  const double of_values = options.value_is_key ? 0.0 : keys * value_components(options);
+  const double of_values = options.value_is_key ? 0.0 : keys * components_of(values, options);
   return options.layers * ((options.query_heads * stored + keys) * options.head_dim + of_values) *
          static_cast<double>(size_of(options.dtype));
 }
@@ -293,7 +289,7 @@ TraceHeader header_of(const SynthOptions& options) {
   header.softmax_scale = 1.0 / std::sqrt(static_cast<double>(options.head_dim));
   header.logit_softcap = options.logit_softcap;
   if (options.value_is_key)
-    header.value_is_key = value_components(options);
+    header.value_is_key = components_of(values, options);
   else if (options.value_dim != options.head_dim)
     header.value_dim = options.value_dim;
   const std::vector<double> inv_freq = frequencies(options);

@@ -48,7 +48,7 @@ struct TraceHeader {
   std::string source_hash;
   std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
   int value_dim = 0;         // dv; 0: d
-  int value_is_key = 0;      // values are the first so many components of the keys; 0: they are tensors of their own
+  int value_is_key = 0;      // values are the first dv components of the keys, and this is dv; 0: separate tensors
 
   std::vector<std::int32_t> sliding_window;  // [L]
   std::vector<std::int32_t> layer_index;     // [L], the model's own numbers

@@ -62,7 +62,6 @@ std::unique_ptr<StoredLayer> stored(const FewerChannels& part, const LayerView& 
   std::unique_ptr<StoredLayer> layer = exact_copy(view);
   const Matrix& queries = query_squares(view, part.window);
   const TensorView& k = view.tensors().k;
-  const TensorView& v = view.tensors().v;
   const int dropped = static_cast<int>(k.dim * part.ratio);
   for (int head = 0; head < k.heads; ++head) {
     const std::vector<std::int32_t> held = held_of_prompt(view, kept, head);
@@ -72,7 +71,7 @@ std::unique_ptr<StoredLayer> stored(const FewerChannels& part, const LayerView& 
     for (const std::int32_t token : std::span(held).first(thinned))
       for (const std::int32_t c : std::span(order).last(static_cast<std::size_t>(dropped)))
         row_of(layer->keys, k, head, token)[static_cast<std::size_t>(c)] = 0;
-    layer->bytes += static_cast<double>(held.size() * (k.row_bytes() + v.row_bytes())) -
+    layer->bytes += static_cast<double>(held.size() * view.tensors().token_bytes()) -
                     static_cast<double>(thinned * size_of(k.dtype)) * dropped;
   }
   return layer;

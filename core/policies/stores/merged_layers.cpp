@@ -118,7 +118,7 @@ std::unique_ptr<StoredLayer> stored(const MergedLayers& part, const LayerView& v
   std::unique_ptr<StoredLayer> layer = exact_copy(view);
   const LayerTensors& own = view.tensors();
   if (partner.layer == view.layer()) {
-    layer->bytes = static_cast<double>(own.k.row_bytes() + own.v.row_bytes()) * own.k.heads * view.prompt();
+    layer->bytes = static_cast<double>(own.token_bytes()) * own.k.heads * view.prompt();
     return layer;
   }
   const bool is_upper = partner.layer < view.layer();

@@ -38,7 +38,6 @@ double taken(double own, std::span<const double> of_takers, Mode mode, std::uint
 
 std::unique_ptr<StoredLayer> stored(const MergedValues& part, const LayerView& view, const KeptSet& kept) {
   std::unique_ptr<StoredLayer> layer = exact_copy(view);
-  const TensorView& k = view.tensors().k;
   const TensorView& v = view.tensors().v;
   const Matrix attention = Grouping{}(view.cumulative_attention(), view.group());
   const auto dim = static_cast<std::size_t>(v.dim);
@@ -46,7 +45,7 @@ std::unique_ptr<StoredLayer> stored(const MergedValues& part, const LayerView& v
   view.on_threads(bytes.size(), [&](std::size_t number) {
     const auto head = static_cast<int>(number);
     const std::vector<std::int32_t> held = held_of_prompt(view, kept, head);
-    bytes[number] = static_cast<double>(held.size() * (k.row_bytes() + v.row_bytes()));
+    bytes[number] = static_cast<double>(held.size() * view.tensors().token_bytes());
     std::vector<double> of_held;  // attention
     for (const std::int32_t token : held) of_held.push_back(attention(head, token));
     std::vector<double> added(held.size() * dim);
