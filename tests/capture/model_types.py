@@ -151,7 +151,7 @@ def _child(kind: str, path: Path) -> None:
 
 
 def results(kinds: Sequence[str], folder: Path) -> dict[str, str]:
-    """Each type in a process of its own, so that none can end the others."""
+    """Captures each type in a separate process, so that a crash ends one type alone."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     for kind in kinds:

@@ -207,12 +207,13 @@ void print_narrow(const std::vector<ConfiguredPolicy>& all) {
 int list_policies(const Arguments& arguments) {
   constexpr std::size_t widest = 240;  // of a line with family, name, description and paper
   const std::vector<ConfiguredPolicy> all = by_family();
-  if (terminal_width() < widest && !arguments.given("markdown") && !arguments.given(json_option.name)) {
-    print_narrow(all);
+  const bool json = arguments.given(json_option.name);
+  if (!json && arguments.given("markdown")) {
+    print_markdown(all);
     return 0;
   }
-  if (arguments.given("markdown") && !arguments.given(json_option.name)) {
-    print_markdown(all);
+  if (!json && terminal_width() < widest) {
+    print_narrow(all);
     return 0;
   }
   Json document = Json::array();

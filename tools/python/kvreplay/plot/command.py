@@ -159,16 +159,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         return
     require_run(arguments.run)
     asked = asked_of_kinds(arguments)
-    metric, baseline = asked.get("metric_asked", ""), asked.get("baseline", "")
-    if arguments.kind == "needle":  # has variants of its own
-        metric = ""
+    is_checked_later = arguments.kind == "needle"  # its metrics are variants of span_recall
     check_names(
         [arguments.run],
         policies=split_policies(asked.get("policies", ())),
-        baseline=baseline,
+        baseline=asked.get("baseline", ""),
         budgets=asked.get("budgets_asked", ()),
         traces=asked.get("traces_asked", ()),
-        metrics=[metric] if metric else (),
+        metrics=[asked["metric_asked"]] if "metric_asked" in asked and not is_checked_later else (),
     )
 
 

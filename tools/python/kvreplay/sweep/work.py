@@ -30,7 +30,7 @@ LOOK = 0.5  # seconds between looks whether the task is still wanted
 ENDING = ("closing", "closed", "stopping", "stopped", "failed")  # a worker that takes no results to anybody
 PDEATHSIG = 1  # of prctl
 # Dask sets it for its workers: free memory returns to the system at once. A replay needs 4 % more time with it.
-UNUSED_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
+DASK_MEMORY_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
 _libc = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
 
 
@@ -138,7 +138,7 @@ class Capture:
 
 def run_program(words: Sequence[str], directory: str, stop: Callable[[], bool]) -> tuple[int, str]:
     """The exit code, and the last line of stderr. The program is killed when this process ends or `stop` is true."""
-    environment = {name: value for name, value in os.environ.items() if name != UNUSED_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != DASK_MEMORY_VARIABLE}
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
