@@ -94,6 +94,13 @@ def test_an_unknown_option_is_reported_before_large_packages_are_imported(script
     assert not LARGE & modules
 
 
+@pytest.mark.parametrize("script", ["kvreplay-capture", "kvreplay-live"])
+def test_bars_of_libraries_can_be_disabled(script: str, folder: Path) -> None:
+    """tqdm reads TQDM_DISABLE when it is imported, so options are read before."""
+    _, _, modules = rejected(script, "--no-such-option", folder)
+    assert "tqdm" not in modules
+
+
 @pytest.fixture(scope="module")
 def replayed(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `run`, a run of two calls: run.json describes the second, with snapkv at 0.5; and `trace.h5`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tqdm import tqdm
-
 from kvreplay.sweep.schedule import Schedule
 
 
@@ -22,6 +20,8 @@ class Line:
     it on terminals only."""
 
     def __init__(self, when: str, unit: str) -> None:
+        from tqdm import tqdm  # capture disables bars of libraries before tqdm is imported
+
         hidden = {"auto": None, "always": False, "never": True}[when]  # None: tqdm looks for a terminal
         self._bar = tqdm(unit=f" {unit}", disable=hidden, leave=False, mininterval=1, miniters=0, delay=1e-9)
 
