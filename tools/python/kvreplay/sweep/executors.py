@@ -72,8 +72,10 @@ def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
 def room_at(address: str) -> int:
     """Tasks that an existing scheduler runs at a time."""
     from distributed import Client
+    from distributed.comm import get_address_host_port
 
     try:
+        get_address_host_port(address, strict=True)  # a client of a malformed address also prints a traceback
         with Client(address, timeout=BUSY, set_as_default=False) as client:
             return sum(client.nthreads().values())
     except (OSError, ValueError) as problem:
