@@ -48,6 +48,25 @@ def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = T
     return {metric: float(np.mean(numbers)) for metric, numbers in values.items()}
 
 
+@pytest.mark.parametrize("sink", [-np.inf, -3.0, 0.0, 4.0])
+def test_closed_forms(sink: float) -> None:
+    """The metrics of docs/conventions.md follow from sums over the kept keys, with σ the share of the sink logit."""
+    random = np.random.default_rng(7)
+    for tokens in (1, 2, 17, 400):
+        logits = 3 * random.standard_normal(tokens)
+        held = random.random(tokens) < 0.4
+        held[-1] = True
+        full, evicted = (attention(logits, sink, set_) for set_ in (np.ones(tokens, bool), held))
+        kept, share = full[held].sum(), 1 - full.sum()
+        lost = 1 - share - kept
+        assert np.abs(full - evicted).sum() == pytest.approx(
+            lost * (2 * kept + share) / (kept + share), abs=1e-12, rel=0
+        )
+        cosine = full @ evicted / np.linalg.norm(full) / np.linalg.norm(evicted)
+        assert cosine == pytest.approx(np.linalg.norm(full[held]) / np.linalg.norm(full), abs=1e-12, rel=0)
+        assert evicted[held] == pytest.approx(full[held] / (kept + share), abs=1e-12, rel=0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
