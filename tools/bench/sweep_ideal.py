@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A sweep of traces against the ideal of its cores: as many plain replays as cores, each of some traces.
 
-    tools/bench/sweep_ideal.py TRACE... [--workers N] [--repeats N]
+    tools/bench/sweep_ideal.py TRACE... [--workers N] [--repeats N] [options of kvreplay replay]
 
-The ideal divides the traces by their sizes, so that its replays end together. Every program computes twenty policies
-at four budgets with one thread. Calls alternate. Each prints the seconds of its wall clock, from start to tables, and
+The ideal divides the traces by their sizes, so that its replays end together. Every program computes with one thread,
+by default twenty policies at four budgets. Calls alternate. Each prints the seconds of its wall clock, from start to tables, and
 the CPU seconds of all its processes; medians follow. The sweep must write the results.csv of the merged replays. Files
 are written below the current folder.
 """
@@ -29,7 +29,7 @@ from kvreplay.program import program
 from kvreplay.sweep.executors import cores_here
 
 REAP_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER: the processes of Dask end after their parents
-OPTIONS = [*PLAN, "--threads", "1", "--progress", "never", "-q"]
+OPTIONS = ["--threads", "1", "--progress", "never", "-q"]
 
 
 def seconds_of(commands: Sequence[Sequence[str]]) -> tuple[float, float]:
@@ -62,18 +62,19 @@ def main() -> None:
     options.add_argument("traces", nargs="+")
     options.add_argument("--workers", type=int, default=4)
     options.add_argument("--repeats", type=int, default=3)
-    asked = options.parse_args()
+    asked, rest = options.parse_known_args()
+    words = [*(rest or PLAN), *OPTIONS]
     ctypes.CDLL(None).prctl(REAP_ORPHANS, 1, 0, 0, 0)
     times: dict[str, list[tuple[float, float]]] = {"ideal": [], "sweep": []}
     for _ in range(asked.repeats):
         with tempfile.TemporaryDirectory(prefix="ideal-", dir=".") as folder:
             parts = [str(Path(folder, f"part-{i}")) for i in range(cores_here())]
             replays = [
-                [*program(), "replay", *share, *OPTIONS, "-o", part]
+                [*program(), "replay", *share, *words, "-o", part]
                 for share, part in zip(shares(asked.traces, len(parts)), parts, strict=True)
             ]
             whole, swept = str(Path(folder, "whole")), str(Path(folder, "swept"))
-            sweep = [*program(), "sweep", *asked.traces, *OPTIONS, "--workers", str(asked.workers), "-o", swept]
+            sweep = [*program(), "sweep", *asked.traces, *words, "--workers", str(asked.workers), "-o", swept]
             for name, commands in (("ideal", replays), ("sweep", [sweep])):
                 times[name].append(seconds_of(commands))
                 print(f"{name}  wall {times[name][-1][0]:.1f} s   CPU {times[name][-1][1]:.1f} s", flush=True)

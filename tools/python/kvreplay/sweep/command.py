@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, size
+from kvreplay.sweep.executors import begin_imports
 from kvreplay.sweep.options import add_executor, wanted, whole
 from kvreplay.sweep.plan import planned
 from kvreplay.sweep.script import array_script
@@ -54,6 +55,8 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise Error("--force", "a sweep cannot overwrite results", "another folder", "", Refusal.USAGE)
     place = wanted(arguments)
     words = [*rest, *(["-o", str(arguments.output)] if arguments.output else []), *place.allowance.words(0)]
+    if not (arguments.emit or arguments.dry_run):
+        begin_imports(place)
     plan = planned(words, repeats_notes=not arguments.quiet)
     output = Path(plan.output)
     if arguments.emit:

@@ -49,13 +49,18 @@ class Wanted:
     directives: tuple[str, ...]  # KEY=VALUE of sbatch
 
 
+def begin_imports(wanted: Wanted) -> None:
+    """Starts the process from which the workers of this machine are forked. It imports their modules meanwhile."""
+    if wanted.executor == "local":
+        forkserver.set_forkserver_preload(["distributed", "kvreplay.sweep.sweep"])
+        forkserver.ensure_running()
+
+
 @contextlib.contextmanager
 def cluster(wanted: Wanted, logs: Path) -> Iterator[Client]:
     """A client of the cluster. The context ends a cluster that it has started. `logs`: folder for logs of jobs."""
     kind, _, address = wanted.executor.partition(":")
-    if kind == "local":  # this process imports the same modules meanwhile
-        forkserver.set_forkserver_preload(["distributed", "kvreplay.sweep.sweep"])
-        forkserver.ensure_running()
+    begin_imports(wanted)
     import bokeh  # noqa: F401  the dashboard's
     import dask
     import distributed
