@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 import scipy.stats
 
+from kvreplay.errors import Error
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, ranks, resolved, spearman
-from kvreplay.predict.prediction import Prediction, over_layers, without_part
+from kvreplay.predict.prediction import Measured, Prediction, over_layers, without_part
 from kvreplay.predict.presentation import Presentation
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "notebooks"))
@@ -129,6 +130,33 @@ def test_tables_and_sentence() -> None:
     for piece in ("prompts   24 of 3 kinds", "held-out kind", "prompts to order 95 % of pairs", "across budgets"):
         assert piece in text
     assert len(shown.figure().axes) == 2
+
+
+def measured(policies: int, **metrics: np.ndarray) -> Measured:
+    """One prompt at one budget; metrics of which more is worse."""
+    facts = {"prompt": 0, "kind": "a", "budget": "0.1", "budget_tokens": 10, "boundary": 100}
+    labels = [f"p{i}" for i in range(policies)]
+    cells = pd.DataFrame({**facts, "decisions": "after-prefill", "label": labels, **metrics})
+    return Measured(cells, sorted({*metrics} - {"kld"}), ["kld"], dict.fromkeys(metrics, 1.0))
+
+
+def test_one_prompt_resolves_nothing() -> None:
+    kld = np.arange(5.0)
+    found = Prediction.from_measured(measured(5, kld=kld, output_error=-kld, exact=kld, sinks=np.ones(5)))
+    assert found.notes == ["omitted, because all policies have the same value: sinks"]
+    shown = Presentation(found, "kld")
+    assert shown.sentence().endswith("100 % of pairs in order; not resolved, since one prompt has no interval.")
+    assert "nan" not in shown.text() and "sinks" not in shown.text()
+    json.dumps(shown.document(), allow_nan=False)
+
+
+def test_what_a_prediction_needs() -> None:
+    kld = np.arange(4.0)
+    with pytest.raises(Error, match="too few policies .*: expected 5 or more .*, found 4"):
+        Prediction.from_measured(measured(4, kld=kld, exact=kld))
+    found = Prediction.from_measured(measured(5, kld=np.ones(5), exact=np.arange(5.0)))
+    with pytest.raises(Error, match="no order of the policies by kld"):
+        Presentation(found, "kld").text()
 
 
 def test_weights_of_layers_are_learnt_on_other_kinds() -> None:

@@ -118,6 +118,14 @@ class Prediction:
         )
         notes = []
         counts = wide.groupby(["prompt", "budget"])["label"].nunique()
+        if counts.max() < FEWEST:
+            raise Error("predict", "too few policies for a rank correlation",
+                        f"{FEWEST} or more that evict, replayed and measured by kvreplay live at one budget",
+                        str(counts.max()))  # fmt: skip
+        equal = [name for name in offline if (wide.groupby(["prompt", "budget"])[name].nunique() < 2).all()]
+        if equal:
+            offline = [name for name in offline if name not in equal]
+            notes.append(f"omitted, because all policies have the same value: {', '.join(equal)}")
         if (counts < FEWEST).any():
             few = int((counts < FEWEST).sum())
             notes.append(f"fewer than {FEWEST} policies: {few} of {len(counts)} prompts at a budget are omitted")
@@ -136,15 +144,14 @@ class Prediction:
                 {"prompt": prompt, "kind": kind, "budget": budget, "offline": one, "live": other, **found}
                 for one, other, found in self._pairs(some)
             ]
-        if not rows:
-            raise Error("predict", "too few policies", f"{FEWEST} or more at one budget with live numbers", "fewer")
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows, columns=["prompt", "kind", "budget", "offline", "live", *AGREEMENTS])
 
     def _pairs(self, some: pd.DataFrame) -> Iterator[tuple[str, str, dict[str, float]]]:
+        """The agreements of metrics that order the policies: with equal values there is no order."""
         for one in self.offline:
             for other in self.live:
                 both = some[[one, other]].dropna()
-                if len(both) >= FEWEST:
+                if len(both) >= FEWEST and (both.nunique() > 1).all():
                     a, b = both[one].to_numpy(), both[other].to_numpy()
                     yield one, other, {name: agreement(a, b) for name, agreement in AGREEMENTS.items()}
 
@@ -170,7 +177,8 @@ class Prediction:
                 mean = float(sums[:, i].sum() / counts[:, i].sum()) if counts[:, i].any() else np.nan
                 line |= {name: mean, f"{name}_low": low[i], f"{name}_high": high[i]}
             lines.append(line)
-        return pd.DataFrame(lines)
+        numbers = [f"{name}{end}" for name in AGREEMENTS for end in ("", "_low", "_high")]
+        return pd.DataFrame(lines, columns=[*by, "prompts", *numbers])
 
     @cached_property
     def over_budgets(self) -> pd.DataFrame:
@@ -180,7 +188,8 @@ class Prediction:
             some = some.groupby(["label", "budget"])[[*self.offline, *self.live]].mean()
             rows += [{"prompt": prompt, "offline": one, "live": other, **found}
                      for one, other, found in self._pairs(some)]  # fmt: skip
-        return pd.DataFrame(rows).groupby(["offline", "live"], as_index=False)["spearman"].mean()
+        table = pd.DataFrame(rows, columns=["prompt", "offline", "live", *AGREEMENTS])
+        return table.groupby(["offline", "live"], as_index=False)["spearman"].mean()
 
     def better_than(self, one: str, other: str, live: str = "kld") -> tuple[float, float, float]:
         """The mean difference of Spearman's correlation with a live metric, paired by prompt, and its interval."""

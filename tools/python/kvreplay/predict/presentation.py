@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvreplay.errors import Error
 from kvreplay.headline import HEADLINE
 from kvreplay.predict.prediction import SHARE, Prediction
 from kvreplay.run_names import pick
@@ -32,7 +33,11 @@ class Presentation:
     def lines(self) -> pd.DataFrame:
         """The headline's rows of this live metric, best first."""
         rows = self._found.headline
-        return rows[rows["live"] == self._live].sort_values("spearman", ascending=False, kind="stable")
+        rows = rows[rows["live"] == self._live].sort_values("spearman", ascending=False, kind="stable")
+        if rows.empty:
+            raise Error("predict", f"no order of the policies by {self._live}",
+                        "policies with different offline and live values at one budget", "equal values")  # fmt: skip
+        return rows
 
     @property
     def best(self) -> str:
@@ -47,9 +52,12 @@ class Presentation:
         )
         if self._headline in set(self.lines["offline"]) and self.best != self._headline:
             difference, low, high = self._found.better_than(self.best, self._headline, self._live)
-            word = "better than" if low > 0 else "not significantly better than"
-            gap = f"{difference:+.2f} [{low:+.2f}, {high:+.2f}], {first['prompts']} prompts"
-            text += f"; {word} {self._headline} ({gap})"
+            if first["prompts"] > 1:
+                word = "better than" if low > 0 else "not significantly better than"
+                gap = f"{difference:+.2f} [{low:+.2f}, {high:+.2f}], {first['prompts']} prompts"
+                text += f"; {word} {self._headline} ({gap})"
+        if first["prompts"] == 1:
+            text += "; not resolved, since one prompt has no interval"
         return text + "."
 
     def by_budget(self) -> pd.DataFrame:
