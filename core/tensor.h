@@ -49,6 +49,21 @@ struct Rope {
   int offset = 0;                    // of the first component of a pair from that of the vector
 };
 
+/// What a model with sparse attention of its own lets each query read.
+struct VisibleUnits {
+  std::span<const std::int32_t> units;  // [Hkv, Tq, u] of each query, ascending, then -1; empty: every token
+  int tokens = 0;                       // B: unit i is tokens [iB, iB + B)
+
+  /// Those of stored query i of a KV head.
+  std::span<const std::int32_t> of(int kv_head, int i, const TensorView& q, int kv_heads) const {
+    const std::size_t rows = static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(q.tokens);
+    const std::size_t row =
+        static_cast<std::size_t>(kv_head) * static_cast<std::size_t>(q.tokens) + static_cast<std::size_t>(i);
+    const std::span<const std::int32_t> all = units.subspan(row * (units.size() / rows), units.size() / rows);
+    return all.first(static_cast<std::size_t>(std::ranges::find(all, -1) - all.begin()));
+  }
+};
+
 /// One layer's tensors and the rules of its attention.
 struct LayerTensors {
   TensorView q;                                   // [Hq, Tq, d]
@@ -63,6 +78,7 @@ struct LayerTensors {
   /// [Hq] s: the softmax of a query head has one more term, exp(s), which belongs to no key; -infinity or empty: none.
   std::span<const double> sinks = {};
   Rope rope;
+  VisibleUnits visible = {};  // the model's own selection: full attention does not follow it
 
   int group() const { return q.heads / k.heads; }  // query heads that read one KV head
   /// Bytes of one token and KV head in a cache.

@@ -108,17 +108,18 @@ std::vector<TraceDifference> compare(const Trace& first, const Trace& second, do
                        differences);
 
   for (int l = 0; l < std::min(first.header().layers, second.header().layers); ++l) {
-    const auto positions_of = [l](const Trace& trace) -> std::optional<Value> {
-      const std::span<const std::int32_t> positions = trace.query_positions(l);
-      if (positions.empty()) return std::nullopt;
-      return std::vector<std::int32_t>(positions.begin(), positions.end());
+    const auto numbers_of = [l](const Trace& trace, const SchemaEntry& entry) -> std::optional<Value> {
+      const std::span<const std::int32_t> numbers =
+          entry.name == "visible" ? trace.visible_units(l) : trace.query_positions(l);
+      if (numbers.empty()) return std::nullopt;
+      return std::vector<std::int32_t>(numbers.begin(), numbers.end());
     };
     const std::vector<StoredTensor> a = first.tensors(l), b = second.tensors(l);
     for (const SchemaEntry& entry : schema().datasets) {
       if (!entry.per_layer()) continue;
       const std::string object = object_in_layer(entry, l);
       if (entry.type == "int32") {
-        compare_values(object, positions_of(first), positions_of(second), differences);
+        compare_values(object, numbers_of(first, entry), numbers_of(second, entry), differences);
         continue;
       }
       const auto x = std::ranges::find(a, object, &StoredTensor::path),

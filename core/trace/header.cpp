@@ -39,6 +39,7 @@ const std::pair<std::string_view, Member> members[] = {
     {"/model@source_hash", &TraceHeader::source_hash},
     {"/model@quantisation", &TraceHeader::quantisation},
     {"/model@value_dim", &TraceHeader::value_dim},
+    {"/model@visible_block", &TraceHeader::visible_block},
     {"/model@value_is_key", &TraceHeader::value_is_key},
     {"/model/rope@style", &TraceHeader::rope_interleaved},
     {"/model/rope@offset", &TraceHeader::rope_offset},
@@ -164,7 +165,7 @@ std::int64_t version_of(const TraceHeader& header) {
   std::int64_t version = 1;
   for (const std::vector<SchemaEntry>* entries : {&schema().attributes, &schema().datasets})
     for (const SchemaEntry& entry : *entries)
-      if (entry.since > version && header_value(header, entry)) version = entry.since;
+      if (!entry.per_layer() && entry.since > version && header_value(header, entry)) version = entry.since;
   return version;
 }
 

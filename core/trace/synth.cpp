@@ -6,6 +6,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <span>
 #include <system_error>
 #include <thread>
@@ -27,7 +28,8 @@ enum Tag : std::uint64_t {
   token_numbers = 4,
   directions = 5,
   copies = 6,
-  sinks = 7
+  sinks = 7,
+  selected = 8
 };
 
 constexpr int vocabulary = 1000;
@@ -244,6 +246,8 @@ void check(const SynthOptions& options) {
           std::to_string(options.value_dim));
   require(!options.sliding_window.empty(), "sliding_window", "at least one number", "none");
   require(!options.chunk.empty(), "chunk", "at least one number", "none");
+  require(options.visible >= 0 && options.visible_block >= 1, "visible", "0 or more units of at least 1 token",
+          fmt::format("{} of {}", options.visible, options.visible_block));
   require(options.rope_base >= 0.0, "rope_base", "at least 0", fmt::format("{}", options.rope_base));
   require(options.kind != "fixture" || options.seed == 0, "seed", "0: the fixture has none",
           fmt::format("{}", options.seed));
@@ -292,6 +296,7 @@ TraceHeader header_of(const SynthOptions& options) {
     header.value_is_key = components_of(values, options);
   else if (options.value_dim != options.head_dim)
     header.value_dim = options.value_dim;
+  if (options.visible > 0) header.visible_block = options.visible_block;
   const std::vector<double> inv_freq = frequencies(options);
   header.has_rope = !inv_freq.empty();
   header.rope_interleaved = options.rope_interleaved;
@@ -327,6 +332,27 @@ TraceHeader header_of(const SynthOptions& options) {
   header.spans.push_back({"question", "question", question.begin, question.end});
   if (options.continuation > 0) header.spans.push_back({"answer", "answer", options.prefill, tokens_of(options)});
   return header;
+}
+
+/// The units that these queries read, [Hkv, Tq, u]: that of each query and some drawn at random.
+std::vector<std::int32_t> visible_units(const SynthOptions& options, int layer,
+                                        std::span<const std::int32_t> positions) {
+  std::vector<std::int32_t> all;
+  for (int head = 0; head < options.kv_heads; ++head)
+    for (const std::int32_t position : positions) {
+      const std::int32_t own = position / options.visible_block;
+      std::vector<std::int32_t> units(static_cast<std::size_t>(own));
+      std::iota(units.begin(), units.end(), 0);
+      std::ranges::sort(units, {}, [&](std::int32_t unit) {
+        return chain(options.seed, static_cast<std::uint64_t>(selected), layer, head, position, unit);
+      });
+      units.resize(std::min(units.size(), static_cast<std::size_t>(options.visible - 1)));
+      std::ranges::sort(units);
+      units.push_back(own);
+      units.resize(static_cast<std::size_t>(options.visible), -1);
+      all.insert(all.end(), units.begin(), units.end());
+    }
+  return all;
 }
 
 /// Makes the rows [begin, end) of one tensor, counted head by head over `positions`, with as many threads as help.
@@ -391,6 +417,9 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
   };
   for (int l = 0; l < options.layers; ++l) {
     writer.begin_layer(options.dtype, stored < all.size() ? last : std::span<const std::int32_t>{});
+    if (options.visible > 0)
+      writer.write(fmt::format("/layers/{:03}/visible", l), visible_units(options, l, last),
+                   {static_cast<std::uint64_t>(options.kv_heads), stored, static_cast<std::uint64_t>(options.visible)});
     write(queries, l, options.query_heads, last, [&](std::span<const std::byte> rows) { writer.append_q(rows); });
     write(keys, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_k(rows); });
     if (!options.value_is_key)

@@ -26,6 +26,8 @@ struct SynthOptions {
   int last_queries = 0;                   // store the last N queries; 0: all
   std::vector<int> sliding_window = {0};  // W of layers 0, 1, ..., repeated as often as needed; 0: none
   std::vector<int> chunk = {0};           // C of layers 0, 1, ..., likewise
+  int visible = 0;                        // units that each query reads, drawn at random and its own; 0: every token
+  int visible_block = 1;                  // tokens of a unit
   double logit_softcap = 0.0;             // 0: none
   bool value_is_key = false;              // values are the first dv components of the keys
   bool sinks = false;                     // each query head has a sink logit, standard normal; every fourth has none

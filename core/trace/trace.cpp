@@ -38,7 +38,14 @@ struct TensorPlace {
 
 struct LayerPlaces {
   std::vector<std::int32_t> query_positions;
-  std::vector<TensorPlace> tensors;  // q, k, and v, wo and input_norm where they are stored
+  std::vector<std::int32_t> visible;  // [Hkv, Tq, u], or empty
+  std::vector<TensorPlace> tensors;   // q, k, and v, wo and input_norm where they are stored
+
+  /// Of a dataset of integers; of another, none.
+  const std::vector<std::int32_t>& numbers(const SchemaEntry& entry) const {
+    static const std::vector<std::int32_t> none;
+    return entry.name == "q_positions" ? query_positions : entry.name == "visible" ? visible : none;
+  }
 };
 
 struct Contents {
@@ -307,6 +314,7 @@ class Reader {
     // The positions first: they say how many queries there are.
     if (const auto tokens = rules_.known("T")) rules_.bind("Tq", *tokens);
     attempt([&] { read_query_positions(*group, l, layer); });
+    attempt([&] { read_visible(*group, l, layer); });
     for (const SchemaEntry& entry : schema().datasets)
       if (entry.is_tensor())
         attempt([&] {
@@ -325,6 +333,30 @@ class Reader {
     const Value value = read_value(*dataset, positions, positions_object);
     rules_.check_value(positions_object, positions, value);
     layer.query_positions = std::get<std::vector<std::int32_t>>(value);
+  }
+
+  void read_visible(const hdf5::Group& group, int l, LayerPlaces& layer) {
+    const SchemaEntry& entry = schema().entry("/layers/{layer}/visible");
+    const std::string object = object_in_layer(entry, l);
+    const auto dataset = find_dataset(group, entry, object);
+    if (!dataset) return;
+    const int block = contents_.header.visible_block;
+    if (block == 0) refuse(object, "units of unknown size", "/model@visible_block", "none");
+    const Value value = read_value(*dataset, entry, object);
+    rules_.check_value(object, entry, value);
+    const auto& units = std::get<std::vector<std::int32_t>>(value);
+    const auto queries = static_cast<std::size_t>(rules_.size("Tq")), most = static_cast<std::size_t>(rules_.size("u"));
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      const std::int32_t unit = units[i], before = i % most == 0 ? -1 : units[i - 1];
+      const std::size_t query = i / most % queries;
+      const int position = layer.query_positions.empty() ? static_cast<int>(query) : layer.query_positions[query];
+      const bool follows = unit < 0 ? i % most > 0 : (i % most == 0 || before >= 0) && unit > before;
+      if (!follows || unit > position / block)
+        refuse(object, "units of a query",
+               fmt::format("at least one, ascending, at most {}, then -1", position / block),
+               fmt::format("{} after {} for query {}", unit, before, position));
+    }
+    layer.visible = units;
   }
 
   std::optional<TensorPlace> find_tensor(const hdf5::Group& group, const SchemaEntry& entry,
@@ -492,8 +524,8 @@ class Trace::State {
       for (const SchemaEntry& entry : schema().datasets) {
         if (!entry.per_layer()) continue;
         const std::string object = object_in_layer(entry, l);
-        if (entry.type == "int32" && !places(l).query_positions.empty())
-          hash_value(hash, object, places(l).query_positions);
+        if (const std::vector<std::int32_t>& numbers = places(l).numbers(entry); !numbers.empty())
+          hash_value(hash, object, numbers);
         for (const StoredTensor& tensor : tensors) {
           if (tensor.path != object) continue;
           const std::string digits = tensor.xxh3.empty() ? hash_in_pieces(tensor) : tensor.xxh3;
@@ -609,6 +641,7 @@ LayerTensors Trace::layer(int l) const {
   tensors.v = state_->values(l);
   tensors.value_is_key = !header.stores_values();
   tensors.query_positions = query_positions(l);
+  tensors.visible = {visible_units(l), header.visible_block};
   tensors.softmax_scale = static_cast<float>(header.softmax_scale);
   tensors.logit_softcap = static_cast<float>(header.logit_softcap);
   tensors.sliding_window = header.sliding_window[at];
@@ -638,6 +671,8 @@ std::vector<StoredTensor> Trace::tensors(int l) const {
 }
 
 std::span<const std::int32_t> Trace::query_positions(int l) const { return state_->places(l).query_positions; }
+
+std::span<const std::int32_t> Trace::visible_units(int l) const { return state_->places(l).visible; }
 
 bool Trace::prefetch(int l, bool queries) const {
   // Keys first: everything begins with them.

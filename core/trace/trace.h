@@ -48,6 +48,7 @@ struct TraceHeader {
   std::string source_hash;
   std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
   int value_dim = 0;         // dv; 0: d
+  int visible_block = 0;     // tokens of a unit of the model's own selection; 0: it selects nothing
   int value_is_key = 0;      // values are the first dv components of the keys, and this is dv; 0: separate tensors
 
   std::vector<std::int32_t> sliding_window;  // [L]
@@ -154,6 +155,8 @@ class Trace {
 
   /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.
   std::span<const std::int32_t> query_positions(int l) const;
+  /// [Hkv, Tq, u] the units that the model itself selected for each query, as in the file; empty: every token.
+  std::span<const std::int32_t> visible_units(int l) const;
 
   /// Asks the system to read layer l ahead, with its queries or without; whether there is room for all of that beside a
   /// layer in use.

@@ -161,7 +161,7 @@ struct TraceWriter::State {
     if (entry.group == "/model/rope") header.has_rope = true;
     std::optional<hdf5::Group> group;
     if (entry.group != "/") group.emplace(group_at(object.substr(0, object.find_last_of("/@"))));
-    if (entry.per_layer()) rules.bind("Tq", static_cast<std::int64_t>(shape.at(0)));
+    if (entry.name == "q_positions") rules.bind("Tq", static_cast<std::int64_t>(shape.at(0)));
     if (!entry.attribute) rules.check_shape(object, entry, shape);
     rules.check_value(object, entry, value);
     if (!entry.per_layer()) set_header_value(header, entry, value);

@@ -21,7 +21,7 @@ from kvreplay.trace import Trace, TraceWriter
 POLICIES = set(
     "ada-kv cam-one-shot caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv "
     "expected-attention finch full h2o h2o-online head-kv hybrid keydiff kivi knorm lagkv lava leverage local "
-    "minicache nacl observed-attention oracle pyramid-infer pyramid-kv q-filter quest random random-twin sca "
+    "minicache nacl native observed-attention oracle pyramid-infer pyramid-kv q-filter quest random random-twin sca "
     "scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
 )
 ASK_FOR_MORE = {"critical-kv", "head-kv", "random-twin"}  # the model's output projections, a table, and a policy
@@ -329,6 +329,11 @@ def test_parts_that_do_not_fit_are_refused(traces: Path, tmp_path: Path) -> None
         assert kvreplay(*words, f"snapkv:{part},{other}", folder=tmp_path).code == 2
     assert kvreplay(*words, "snapkv:allocate=ada,select=chunks", folder=tmp_path).code == 0
     assert "select=chunks" not in not_with["allocate=ada"]
+
+
+def test_placed_parts_are_shown_with_their_names(tmp_path: Path) -> None:
+    shown = done("policies", "h2o:select=chunks,protect=(sinks=4)", folder=tmp_path)
+    assert "select=chunks " in shown and "protect=(sinks=4,recent=0) " in shown and "chunk=10 " in shown
 
 
 @pytest.mark.parametrize("words", [["policies"], ["policies", "--parts"], ["policies", "h2o"], ["metrics"],

@@ -101,6 +101,44 @@ def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
         assert abs(without["output_error"] - expected(trace, 0, kept[0])["output_error"]) > 1e-4
 
 
+def put(visible: h5py.Dataset, unit: int) -> None:
+    """As the first unit of the last query but one."""
+    visible[0, -2, 0] = unit
+
+
+@pytest.mark.parametrize("stored", [[], ["--queries", "last:6"]], ids=["all", "last"])
+def test_native_reads(stored: Sequence[str], tmp_path: Path) -> None:
+    """Each query reads the tokens of its units, and all tokens after the prompt."""
+    path = tmp_path / "t.h5"
+    words = [*program(), "synth", "gaussian", "-o", path, *SHAPE, *stored, "--visible", "5,4"]
+    subprocess.run(words, check=True, capture_output=True)
+    trace = kv.Trace(path)
+    before = trace.hash
+    run = kv.replay(trace, policies=["native", "full"], budgets=[20], metrics=METRICS[:2])
+    table = run.results[(run.results["head"] == "all") & (run.results["variant"].fillna("") == "")]
+    values = table.set_index(["label", "metric", "layer"])["value"]
+    for layer in range(trace.layers):
+        q, k = (array.astype(np.float64) for array in (trace.q(layer), trace.k(layer)))
+        units, group, recalls = trace[f"/layers/{layer:03}/visible"], len(q) // len(k), []
+        for head in range(len(q)):
+            for t in range(trace.prompt, trace.tokens):
+                row = t if not stored else t - trace.tokens + q.shape[1]
+                full = attention(trace["/model@softmax_scale"] * (k[head // group][: t + 1] @ q[head][row]), -np.inf,
+                                 np.ones(t + 1, bool))  # fmt: skip
+                read = np.isin(np.arange(t + 1) // 4, units[head // group, row])
+                read[trace.prompt :] = True
+                recalls.append(full[read].sum())
+        assert values["native", "attention_recall", str(layer)] == pytest.approx(np.mean(recalls), abs=2e-7)
+        assert values["native", "attention_l1", str(layer)] == pytest.approx(2 - 2 * np.mean(recalls), abs=2e-7)
+        assert values["full", "attention_recall", str(layer)] == 1
+    assert np.mean(recalls) < 0.5
+    with h5py.File(path, "r+", libver=("v108", "v110")) as file:
+        last = file["layers/001/visible"][1, -1]
+        last[0] = next(unit for unit in range(last[1]) if unit != last[0])
+        file["layers/001/visible"][1, -1] = last
+    assert kv.Trace(path).hash != before
+
+
 @pytest.mark.parametrize(
     ("options", "edit", "said"),
     [
@@ -108,6 +146,9 @@ def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
         ([], lambda file: file.attrs.modify("version", np.int64(2)), "/@version: value: expected 1"),
         (["--value-dim", "24"], lambda file: file["model"].attrs.__delitem__("value_dim"), "/layers/000/v: shape"),
         (["--value-is-key"], lambda file: file["layers/001"].copy("k", "v"), "/001/v: beside /model@value_is_key"),
+        (["--visible", "3,8"], lambda file: file["model"].attrs.__delitem__("visible_block"), "/model@visible_block"),
+        (["--visible", "3,8"], lambda file: put(file["layers/001/visible"], 12), "units of a query: expected at least"),
+        (["--visible", "3,8"], lambda file: put(file["layers/000/visible"], -1), "units of a query: expected at least"),
         (["--chunk", "32"], lambda file: file["model/chunk"].write_direct(np.array([8, -1], np.int32)), "/model/chunk"),
     ],
 )  # fmt: skip

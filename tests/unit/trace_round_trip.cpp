@@ -44,6 +44,7 @@ TraceHeader full_header() {
   header.source_hash = std::string(64, 'a');
   header.quantisation = "4bit";
   header.value_dim = 5;
+  header.visible_block = 3;
   header.sliding_window = {0, 5};
   header.sinks = {0.5, -HUGE_VAL, -1, 2, 0, 0, 0, 0.25};
   header.chunk = {0, 4};
@@ -178,7 +179,7 @@ TEST_F(RoundTrip, HeaderValues) {
       ++values;
       EXPECT_TRUE(*before == *after) << entry.object;
     }
-  EXPECT_EQ(values, 34);
+  EXPECT_EQ(values, 35);
   EXPECT_EQ(trace.header().rope_pairs, 2);
 }
 
@@ -304,6 +305,7 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   value("/model@softmax_scale", raw(0.3));
   value("/model@logit_softcap", raw(50.0));
   value("/model@value_dim", raw(std::int64_t{5}));
+  value("/model@visible_block", raw(std::int64_t{3}));
   value("/tokens@prefill", raw(std::int64_t{5}));
   value("/model/sliding_window", raw(std::int32_t{0}));
   value("/model/layer_index", raw(std::int32_t{3}));

@@ -150,6 +150,23 @@ bool has_sinks(const TraceHeader& header) {
   return std::ranges::any_of(header.sinks, [](double logit) { return std::isfinite(logit); });
 }
 
+/// What the model itself lets a query read.
+std::string own_reads(const Trace& trace) {
+  const TraceHeader& header = trace.header();
+  int layers = 0;
+  std::size_t most = 0;
+  for (int l = 0; l < header.layers; ++l) {
+    const LayerTensors tensors = trace.layer(l);
+    if (tensors.visible.units.empty()) continue;
+    ++layers;
+    most = tensors.visible.units.size() / static_cast<std::size_t>(tensors.k.heads * tensors.q.tokens);
+  }
+  if (layers == 0) return "all tokens";
+  const std::string unit =
+      header.visible_block == 1 ? "tokens" : fmt::format("blocks of {} tokens", header.visible_block);
+  return fmt::format("at most {} {} per query, in {} of {} layers", most, unit, layers, header.layers);
+}
+
 /// What values have other than keys.
 std::string values_text(const TraceHeader& header) {
   if (!header.stores_values())
@@ -182,6 +199,7 @@ Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& 
                 {"sliding_window", header.sliding_window},
                 {"chunk", header.chunk},
                 {"sinks", has_sinks(header)},
+                {"visible_block", header.visible_block},
                 {"layer_index", header.layer_index},
                 {"softmax_scale", header.softmax_scale},
                 {"logit_softcap", header.logit_softcap},
@@ -221,6 +239,7 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
       {"window", sizes_by_layer(header.sliding_window)},
       {"chunk", sizes_by_layer(header.chunk)},
       {"sinks", has_sinks(header) ? "sink logits in the softmax" : "no sink logits"},
+      {"reads", own_reads(trace)},
       {"scale", header.logit_softcap > 0.0 ? fmt::format("{}  softcap {}", header.softmax_scale, header.logit_softcap)
                                            : fmt::format("{}", header.softmax_scale)},
       {"rope", header.has_rope ? fmt::format("{} pairs, {}", header.rope_pairs,

@@ -57,6 +57,11 @@ Json as_json(const ConfiguredPolicy& policy) {
   return document;
 }
 
+/// Of a part or protection that the user has given, which has no default, its value.
+std::string default_or_value(const Parameter& parameter) {
+  return parameter.default_text.empty() ? parameter.value() : parameter.default_text;
+}
+
 void print_text(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
   const auto& [granularity, needs, type, cost] = facts_of(policy);
@@ -68,7 +73,7 @@ void print_text(const ConfiguredPolicy& policy) {
   const Parameters parameters = policy.parameters();
   rows.clear();
   for (const Parameter& parameter : parameters.all())
-    rows.push_back({parameter.name + "=" + parameter.default_text, parameter.range, parameter.help});
+    rows.push_back({parameter.name + "=" + default_or_value(parameter), parameter.range, parameter.help});
   print_columns(rows, 2);
   rows.clear();
   for (const Preset& preset : parameters.presets())
@@ -91,7 +96,7 @@ void print_markdown(const ConfiguredPolicy& policy) {
   };
   std::vector<TableRow> rows, presets;
   for (const Parameter& parameter : parameters.all())
-    rows.push_back({parameter.name, parameter.default_text, parameter.range, parameter.help});
+    rows.push_back({parameter.name, default_or_value(parameter), parameter.range, parameter.help});
   for (const Preset& preset : parameters.presets()) presets.push_back({preset.name, assignments(preset), preset.who});
   print_section({"parameter", "default", "range", "meaning"}, rows, {0});
   print_section({"preset", "values", "source"}, presets, {0, 1});

@@ -41,7 +41,7 @@ bool reuses_sets(const LayerPlan& range) {
 
 std::string granularity_of(const LayerPlan& range) {
   const Plan& plan = range.plan;
-  if (reads_sparsely(plan)) return "page, per query and query head";
+  if (reads_sparsely(plan)) return plan.schedule->has_budget() ? "page, per query and query head" : "per query";
   if (plan.allocate->keeps_everything) return "all tokens";
   const std::string unit = plan.select.best ? "chunk" : "token";
   if (has_one_source(range)) return unit + ", one set for all layers";
@@ -75,7 +75,7 @@ void add_needs(Texts& texts, const ConfiguredPolicy& policy, const Plan& plan) {
 /// besides.
 std::string cost_of(const LayerPlan& range) {
   const Plan& plan = range.plan;
-  if (reads_sparsely(plan)) return "O(n / page) per query";
+  if (reads_sparsely(plan)) return plan.schedule->has_budget() ? "O(n / page) per query" : "none";
   const Needs needs = needs_of(plan);
   const bool reads_window = needs.recent_queries || needs.question || needs.last_queries > 0;
   if (needs.future_queries) return "O(m n)";

@@ -30,6 +30,7 @@ constexpr Option options[] = {
     {"sliding-window", 0, "W,...", "",
      "sliding windows of layers 0, 1, ..., in tokens, repeated over all layers; 0: none"},
     {"chunk", 0, "C,...", "", "chunks of attention, likewise: query t sees keys from floor(t / C) C on; 0: none"},
+    {"visible", 0, "U,B", "", "native sparse attention: each query reads U units of B tokens, its own and random ones"},
     {"sink-logits", 0, "", "", "sink logits: the softmax of a query head has one more term"},
     {"softcap", 0, "C", "", "soft cap of logits, C tanh(z/C); 0: none"},
     {"rope-base", 0, "X", "", "base of RoPE, inv_freq[i] = X^(-2i/d); 0: no RoPE"},
@@ -72,6 +73,13 @@ SynthOptions requested(const Arguments& arguments) {
   number("value-dim", wanted.value_dim, 1);
   wanted.value_is_key = arguments.given("value-is-key");
   wanted.sinks = arguments.given("sink-logits");
+  if (arguments.given("visible")) {
+    const std::vector<int> units = sizes("--visible", arguments.text("visible"));
+    if (units.size() != 2 || std::ranges::min(units) < 1)
+      throw Error{Refusal::usage, "--visible", "value", "U,B, each at least 1", arguments.text("visible")};
+    wanted.visible = units[0];
+    wanted.visible_block = units[1];
+  }
   number("prompt", wanted.prefill, 1);
   number("continuation", wanted.continuation, 0);
   if (arguments.given("dtype")) wanted.dtype = dtype_of(arguments.text("dtype"));

@@ -266,7 +266,6 @@ Parameters ConfiguredPolicy::parameters() const {
     Parameter choice;
     choice.name = kind->word;
     choice.help = "part that replaces the policy's own";
-    choice.default_text = placed.name;
     choice.text = [name = placed.name] { return name; };
     all.adopt("", choice);
     const Parameters of_part = placed.part->parameters();
@@ -284,7 +283,6 @@ Parameters ConfiguredPolicy::parameters() const {
     Parameter protect;
     protect.name = "protect";
     protect.help = "protected tokens that replace the policy's own";
-    protect.default_text = "(" + common_->protect->text() + ")";
     protect.text = [common = common_] { return common->protect->text(); };
     all.adopt("", protect);
   }

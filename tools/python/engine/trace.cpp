@@ -59,6 +59,10 @@ struct AsPython {
   nb::object operator()(const Scalar& one) const {
     return nb::cast(one);
   }
+
+  static nb::object numbers(std::span<const std::int32_t> numbers) {
+    return AsPython{{numbers.size()}}(std::vector<std::int32_t>(numbers.begin(), numbers.end()));
+  }
 };
 
 /// Python's Trace.
@@ -70,7 +74,12 @@ class Traced {
   const SharedTrace& shared() const { return trace_; }
   const TraceHeader& header() const { return trace_->header(); }
 
-  std::span<const std::int32_t> query_positions(int layer) const { return trace_->query_positions(checked(layer)); }
+  int checked(int layer) const {
+    if (layer < 0 || layer >= header().layers)
+      throw Error{Refusal::usage, trace_->path().string(), "layer", "0.." + std::to_string(header().layers - 1),
+                  std::to_string(layer)};
+    return layer;
+  }
 
   /// The bytes of a tensor of a stored layer, and what they are: mapped, or a copy where the file is an archive; None:
   /// the layer has no such tensor.
@@ -120,13 +129,6 @@ class Traced {
   }
 
  private:
-  int checked(int layer) const {
-    if (layer < 0 || layer >= header().layers)
-      throw Error{Refusal::usage, trace_->path().string(), "layer", "0.." + std::to_string(header().layers - 1),
-                  std::to_string(layer)};
-    return layer;
-  }
-
   SharedTrace trace_;
 };
 
@@ -245,10 +247,11 @@ void bind_trace(nb::module_& module) {
       .def_prop_ro("spans", [](const Traced& of) { return AsPython{}(of.header().spans); })
       .def(
           "query_positions",
-          [](const Traced& of, int layer) {
-            const auto found = of.query_positions(layer);
-            return AsPython{{found.size()}}(std::vector<std::int32_t>(found.begin(), found.end()));
-          },
+          [](const Traced& of, int layer) { return AsPython::numbers(of.trace().query_positions(of.checked(layer))); },
+          "layer"_a)
+      .def(
+          "visible_units",
+          [](const Traced& of, int layer) { return AsPython::numbers(of.trace().visible_units(of.checked(layer))); },
           "layer"_a)
       .def(
           "treated_layers", [](const Traced& of, bool sliding) { return treated_layers(of.trace(), sliding); },

@@ -153,6 +153,10 @@ class Trace:
         if name == "q_positions":
             positions = self.query_positions(layer)
             return positions if len(positions) else None
+        if name == "visible":
+            units = self._trace.visible_units(layer)
+            queries = len(self.query_positions(layer)) or self.tokens
+            return units.reshape(self.kv_heads, queries, -1) if len(units) else None
         return self._tensor(name, layer)
 
     def _tensor(self, name: str, layer: int) -> np.ndarray | None:
@@ -212,7 +216,7 @@ class TraceWriter:
         elif path == "/spans":
             spans = [(stored_text(name), stored_text(kind), begin, end) for name, kind, begin, end in data]
             self._writer.write(path, spans, (len(spans),))
-        elif path.startswith("/layers/") and not path.endswith("/q_positions"):
+        elif path.startswith("/layers/") and not path.endswith(("/q_positions", "/visible")):
             self.begin_tensor(path, data.dtype, data.shape)
             self.write_tokens(path, 0, data)
         else:
@@ -227,8 +231,8 @@ class TraceWriter:
         self._writer.write_tokens(path, begin, np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
 
     def layer(self, number: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, **others: np.ndarray | None) -> None:
-        """One layer, whole: q [Hq,Tq,d], k and v [Hkv,T,d]; by name q_positions [Tq], wo [hidden, Hq*d] and input_norm
-        [T]."""
+        """One layer, whole: q [Hq,Tq,d], k and v [Hkv,T,d]; by name q_positions [Tq], visible [Hkv,Tq,u], wo
+        [hidden, Hq*d] and input_norm [T]."""
         for name, array in {**others, "q": q, "k": k, "v": v}.items():
             if array is not None:
                 self.dataset(f"/layers/{number:03d}/{name}", array)

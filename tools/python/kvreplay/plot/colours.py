@@ -30,7 +30,7 @@ POLICIES = (
     ("sca", "observed-attention", "duo-attention", "strided", "critical-kv"),
     ("knorm", "h2o-online", "defensive-kv", "cam-one-shot"),
     ("tova", "leverage", "simlayerkv", "think"),
-    ("pyramid-kv", "vatp", "q-filter", "minicache"),
+    ("pyramid-kv", "vatp", "q-filter", "minicache", "native"),
     ("streaming-llm", "scissorhands", "value-norm", "nacl"),
     ("dynamickv", "caote", "truncate", "quest"),
 )
