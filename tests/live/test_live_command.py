@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvreplay.engine import program
 from kvreplay.errors import Error
 from kvreplay.live_metrics import METRICS
 from kvreplay.predict.command import main as predict
+from kvreplay.program import program as command
 from kvreplay.report.content import Page
 from kvreplay.results import COLUMNS, MEASURED, TEXT, Run
 
@@ -64,6 +66,35 @@ def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("hidden_drift", "live_output_error"):
         some = table[(table["metric"] == name) & (table["policy"] == "random")]
         assert set(some["layer"]) == {"all", "0", "1", "2", "3"}
+
+
+MINE = """import kvreplay as kv
+
+@kv.policy
+def even_keys(view, sign: float = 1.0):
+    return sign * view.key_norms(2.0)
+"""
+
+
+def test_policies_in_python(copy: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are found by run.json; the file must be that of the replay."""
+    mine, run = tmp_path / "mine.py", tmp_path / "mine"
+    mine.write_text(MINE)
+    trace = Run(copy.run).captured("t")
+    words = ["replay", trace, "-p", f"{mine}:even_keys,snapkv:window=4", "-b", "24", "-o", run, "--sliding", "treat"]
+    subprocess.run([*command(), *map(str, words)], check=True, capture_output=True)
+    own = Case(copy.model, run)
+    assert own.live("-p", "even_keys") == 0
+    assert {row["policy"] for _, row in rows(own).iterrows()} == {"even_keys"}
+    assert own.live("-p", f"{mine}:even_keys:sign=1") == 0  # nothing is left to measure
+    assert "measured already" in capsys.readouterr().err
+    mine.write_text(MINE.replace("2.0", "1.0"))
+    assert own.live("-p", "even_keys") == 3
+    assert f"{mine}: even_keys has changed since the replay" in capsys.readouterr().err
+    other = ["replay", trace, "-p", "local", "-b", "24", "-o", run, "--sliding", "treat"]
+    subprocess.run([*command(), *map(str, other)], check=True, capture_output=True)
+    shutil.rmtree(run / "live")
+    assert own.live("-p", "local") == 0
 
 
 def test_the_same_bits_again_and_alone(copy: Case) -> None:

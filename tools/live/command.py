@@ -79,9 +79,8 @@ def live(arguments: argparse.Namespace) -> None:
         raise Error("--live-decisions", "with --generate", "one of the two", "", Refusal.USAGE)
     for folder in arguments.runs:
         require_run(folder)
-    check_names(
-        arguments.runs, policies=split_policies(arguments.policies), budgets=arguments.budgets, traces=arguments.trace
-    )
+    policies = [_registered(name) for name in split_policies(arguments.policies)]
+    check_names(arguments.runs, policies=policies, budgets=arguments.budgets, traces=arguments.trace)
     choices = ModelChoices.of(arguments)
     choices.check()
     answers = _answers(arguments.answers)
@@ -90,7 +89,9 @@ def live(arguments: argparse.Namespace) -> None:
 
     runs = [Run(folder) for folder in arguments.runs]
     traces = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
-    wanted = [(run, trace, _chosen(run, trace, arguments)) for run, trace in traces]
+    wanted = [(run, trace, _chosen(run, trace, policies, arguments.budgets)) for run, trace in traces]
+    for run, _, rows in wanted:
+        register_policies_of(run, rows)
 
     from kvreplay.capture.command import allow_bars, quiet_libraries
 
@@ -163,14 +164,44 @@ def _traces(run: Run, asked: Sequence[str]) -> list[str]:
     return pick("--trace", "trace", asked, known) if asked else known
 
 
-def _chosen(run: Run, trace: TraceFacts, arguments: argparse.Namespace) -> pd.DataFrame:
+def _chosen(run: Run, trace: TraceFacts, policies: Sequence[str], budgets: Sequence[str]) -> pd.DataFrame:
     """Rows of run.cells."""
     rows = run.cells
-    if asked := split_policies(arguments.policies):
-        rows = rows[rows["label"].isin(chosen_labels("-p", rows, asked, list(dict.fromkeys(rows["label"]))))]
-    if asked := arguments.budgets:
-        rows = rows[rows["budget"].isin(pick("-b", "budget", asked, list(dict.fromkeys(run.cells["budget"]))))]
+    if policies:
+        rows = rows[rows["label"].isin(chosen_labels("-p", rows, policies, list(dict.fromkeys(rows["label"]))))]
+    if budgets:
+        rows = rows[rows["budget"].isin(pick("-b", "budget", budgets, list(dict.fromkeys(run.cells["budget"]))))]
     return rows[rows["trace"] == trace.name]
+
+
+def _registered(policy: str) -> str:
+    """A policy of -p without its file: the policy FILE.py:NAME is registered as NAME."""
+    file, found, rest = policy.partition(".py:")
+    if not found:
+        return policy
+    from kvreplay.python_policies import load
+
+    name, colon, values = rest.partition(":")
+    return load(file + ".py", name) + colon + values
+
+
+def register_policies_of(run: Run, rows: pd.DataFrame) -> None:
+    """Registers the policies in Python of these cells, from the files that run.json names."""
+    from kvreplay.engine import policy as known
+    from kvreplay.python_policies import load, source_hash
+
+    sources = {one["name"]: one.get("source", []) for one in run.about["policies"]}
+    for policy in dict.fromkeys(rows["policy"]):
+        for source in sources.get(policy, []):
+            if Path(source["path"]).suffix != ".py":
+                raise Error(policy, "a compiled plug-in cannot be used in a live model", "-p with other policies",
+                            source["path"], Refusal.CAPABILITY)  # fmt: skip
+            if source_hash(load(source["path"], policy)) != source["hash"]:
+                raise Error(source["path"], f"{policy} has changed since the replay", "the file of the replay; run the "
+                            "same replay again", "another hash")  # fmt: skip
+        if policy not in known:
+            raise Error(str(run.folder), f"{policy} is not built in, and the last replay here did not use it",
+                        f"-p FILE.py:{policy}, or -p with other policies", "no file")  # fmt: skip
 
 
 def _answers(path: Path | None) -> dict[str, list[str]]:

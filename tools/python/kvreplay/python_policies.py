@@ -463,6 +463,11 @@ def register(definition: Definition) -> None:
         _entered[definition.name] = definition
 
 
+def source_hash(name: str) -> str:
+    """Of the source of a registered policy in Python, as in run.json."""
+    return _entered[name].source_hash
+
+
 def load(file: str, name: str) -> str:
     """Registers the policy FILE.py:NAME of a command line; returns the name of the registered policy."""
     path = Path(file)
