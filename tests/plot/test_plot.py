@@ -1055,6 +1055,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
     ("options", "words"),
     [
         (["heatmaps"], "plot: unknown kind of figure heatmaps: did you mean heatmap?"),
+        (["jaccard"], "plot: unknown kind of figure jaccard: did you mean heatmap?"),
         (["curve", "--metric", "atention_recall"], "unknown metric atention_recall: did you mean attention_recall?"),
         (["curve", "--metric", "span_recal"], "unknown metric span_recal: did you mean span_recall:code word.mean?"),
         (
@@ -1136,7 +1137,14 @@ def test_help_names_the_options_of_each_kind():
 
 
 def test_an_empty_command_line_says_what_is_missing(capsys):
-    assert "the following arguments are required: KIND, RUN" in refused(capsys, 2)
+    assert "the following arguments are required: KIND" in refused(capsys, 2)
+    assert refused(capsys, 2, "curve") == "kvreplay: plot: no RUN: expected kvreplay plot curve RUN\n"
+
+
+def test_a_run_is_no_kind(broken, capsys):
+    assert refused(capsys, 2, broken).startswith(
+        "kvreplay: plot: no kind of figure before RUN: expected one of heatmap"
+    )
 
 
 @pytest.mark.parametrize("name", ["results.csv", "cells", "run.json"])

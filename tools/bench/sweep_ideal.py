@@ -4,9 +4,9 @@
     tools/bench/sweep_ideal.py TRACE... [--workers N] [--repeats N] [options of kvreplay replay]
 
 The ideal divides the traces by their sizes, so that its replays end together. Every program computes with one thread,
-by default twenty policies at four budgets. Calls alternate. Each prints the seconds of its wall clock, from start to tables, and
-the CPU seconds of all its processes; medians follow. The sweep must write the results.csv of the merged replays. Files
-are written below the current folder.
+by default twenty policies at four budgets. Calls alternate. Each prints the seconds of its wall clock, from start to
+tables, and the CPU seconds of all its processes; medians follow. The sweep must write the results.csv of the merged
+replays. Files are written below the current folder.
 """
 
 from __future__ import annotations

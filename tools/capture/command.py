@@ -270,8 +270,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     show = shows_progress(arguments)
     allow_bars(show)
     model_choices.source.require_reachable()
-    if show:
-        say_notes("capture", [f"loading {model_choices.source.title}"])
+    say_notes("capture", [f"loading {model_choices.source.title}"], arguments.quiet)
     quiet_libraries(show)
 
     import torch

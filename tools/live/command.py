@@ -85,6 +85,7 @@ def live(arguments: argparse.Namespace) -> None:
     choices.check()
     answers = _answers(arguments.answers)
     show = shows_progress(arguments)
+    say_notes("live", [f"loading {choices.source.title}"], arguments.quiet)
     from kvreplay.results import Run
 
     runs = [Run(folder) for folder in arguments.runs]
@@ -116,8 +117,6 @@ def live(arguments: argparse.Namespace) -> None:
             write_view(run.folder)
         say("all cells are measured already")
         return
-    if show:
-        say_notes("live", [f"loading {source.title}"])
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
                         arguments.memory, decide=arguments.live_decisions)  # fmt: skip

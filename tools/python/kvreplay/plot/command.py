@@ -63,6 +63,7 @@ def parser() -> Parser:
     """The parser of the command line. An option that only some kinds read sets a field of `Choice` if it is given."""
     found = Parser(
         prog="kvreplay plot",
+        usage="kvreplay plot KIND RUN [options]",
         writes_files=True,
         description="Draws figures of a finished run. Numbers are open loop: queries as captured under the full cache.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -73,7 +74,13 @@ def parser() -> Parser:
     )
     add = found.add_argument
     add("kind", metavar="KIND", help="kind of figure, see below")
-    add("run", metavar="RUN", type=Path, help="folder of results of kvreplay replay; for similarity also a TRACE.h5")
+    add(
+        "run",
+        metavar="RUN",
+        type=Path,
+        nargs="?",
+        help="folder of results of kvreplay replay; for similarity also a TRACE.h5",
+    )
     add = found.add_argument_group("results").add_argument
     add("-o", "--output", metavar="FIG.svg|pdf|png|pgf", type=Path, action="append", default=[],
         help="file to write, in the format of its suffix; repeatable (default: RUN/figures/KIND.svg)")  # fmt: skip
@@ -130,7 +137,14 @@ def asked_of_kinds(arguments: argparse.Namespace) -> dict[str, Any]:
 def check_kind(arguments: argparse.Namespace) -> None:
     """Rejects an unknown kind of figure, and options that its kind does not read."""
     if arguments.kind not in KINDS:
-        raise Error("plot", "unknown kind of figure", nearest(arguments.kind, KINDS), arguments.kind, Refusal.USAGE)
+        word = arguments.kind.lower()
+        kinds = [name for name, kind in KINDS.items() if word in kind.summary.lower()]  # heatmap shows the Jaccard
+        expected = nearest(kinds[0] if len(kinds) == 1 else word, KINDS)
+        if arguments.run is None and Path(arguments.kind).exists():
+            raise Error("plot", "no kind of figure before RUN", "one of " + ", ".join(KINDS), "", Refusal.USAGE)
+        raise Error("plot", "unknown kind of figure", expected, arguments.kind, Refusal.USAGE)
+    if arguments.run is None:
+        raise Error("plot", "no RUN", f"kvreplay plot {arguments.kind} RUN", "", Refusal.USAGE)
     for field in asked_of_kinds(arguments):
         readers = [name for name, kind in KINDS.items() if field in kind.reads]
         if arguments.kind not in readers:
