@@ -50,6 +50,12 @@ ResidentKeys resident_keys(DeviceCall& call, KeptSets sets, int group, int query
   return resident;
 }
 
+/// Numbers of some heads, `count` of each, to where those of a head begin `stride` numbers after those of the last.
+template <class Number>
+void copy_heads(std::span<const Number> from, std::size_t count, Number* to, std::size_t stride) {
+  for (; !from.empty(); from = from.subspan(count), to += stride) std::copy_n(from.data(), count, to);
+}
+
 }  // namespace
 
 std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
@@ -142,14 +148,12 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
       some.fetch(static_cast<const Comparison*>(made), std::span(found));
       std::vector<float> found_vectors(outputs == nullptr ? 0 : 2 * rows * dim);
       some.fetch(static_cast<const float*>(made_vectors), std::span(found_vectors));
-      for (int head = 0; head < heads * group; ++head) {
-        const std::size_t from = static_cast<std::size_t>(head) * count;
-        const std::size_t to = static_cast<std::size_t>(first * group + head) * query_count + begin;
-        std::copy_n(found.data() + from, count, result.data() + to);
-        if (outputs == nullptr) continue;
-        std::copy_n(found_vectors.data() + from * dim, count * dim, outputs->full.data() + to * dim);
-        std::copy_n(found_vectors.data() + (rows + from) * dim, count * dim, outputs->errors.data() + to * dim);
-      }
+      const std::size_t cell = static_cast<std::size_t>(first * group) * query_count + begin;
+      copy_heads<Comparison>(found, count, result.data() + cell, query_count);
+      if (outputs == nullptr) continue;
+      const std::span<const float> both(found_vectors);
+      copy_heads(both.first(rows * dim), count * dim, outputs->full.data() + cell * dim, query_count * dim);
+      copy_heads(both.subspan(rows * dim), count * dim, outputs->errors.data() + cell * dim, query_count * dim);
     }
   }
   return result;
