@@ -273,15 +273,16 @@ __global__ void __launch_bounds__(row_threads)
   combine<Sum>(shared, sums);
 
   if (thread > 0) return;
-  Comparison& result = results[static_cast<std::size_t>(kv_head * task.group + row % task.group) *
-                                   static_cast<std::size_t>(task.query_count) +
-                               static_cast<std::size_t>(query)];
+  Comparison result;
   result.all = {sums[0], sums[1], sums[2]};
   result.prompt = {sums[3], sums[4], sums[5]};
   result.nosink = {sums[6], sums[7], sums[8]};
   result.logits = {logits[0], logits[1], logits[2]};
   result.l1 = sums[9];
   result.mass = sums[10];
+  results[static_cast<std::size_t>(kv_head * task.group + row % task.group) *
+              static_cast<std::size_t>(task.query_count) +
+          static_cast<std::size_t>(query)] = result;
 }
 
 // Outputs.

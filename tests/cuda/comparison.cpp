@@ -14,7 +14,8 @@ auto numbers(const Comparison& c) {
   std::vector<double> all;
   for (const Alignment& alignment : {c.all, c.prompt, c.nosink, c.logits})
     for (const double x : three(alignment)) all.push_back(x);
-  for (const double x : {c.l1, c.mass, c.output_full_square, c.output_square, c.output_dot, c.error_square})
+  for (const double x :
+       {c.l1, c.mass, c.full_mass, c.output_full_square, c.output_square, c.output_dot, c.error_square})
     all.push_back(x);
   return all;
 }
