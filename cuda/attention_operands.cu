@@ -28,6 +28,7 @@ struct RopeTurn {
   const double* frequencies;
   int pairs;
   bool interleaved;
+  int offset;
 };
 
 /// out[i] = in[rows[i]] (null: in[i]) in float32, turned by moves[i] positions (null: none); angles in float64.
@@ -45,14 +46,16 @@ __global__ void widen_rows(const Element* in, const int* rows, const int* moves,
   }
   const Element* vector = in + static_cast<std::size_t>(from) * static_cast<std::size_t>(depth);
   const int moved = moves != nullptr ? moves[row] : 0;
-  if (moved == 0 || c >= 2 * rope.pairs) {
+  const int turned = c - rope.offset;
+  if (moved == 0 || turned < 0 || turned >= 2 * rope.pairs) {
     out[at] = widened(vector[c]);
     return;
   }
-  const int pair = rope.interleaved ? c / 2 : c % rope.pairs;
-  const bool first = rope.interleaved ? c % 2 == 0 : c < rope.pairs;
-  const double x = static_cast<double>(widened(vector[rope.interleaved ? 2 * pair : pair]));
-  const double y = static_cast<double>(widened(vector[rope.interleaved ? 2 * pair + 1 : pair + rope.pairs]));
+  const int pair = rope.interleaved ? turned / 2 : turned % rope.pairs;
+  const bool first = rope.interleaved ? turned % 2 == 0 : turned < rope.pairs;
+  const Element* of_pair = vector + rope.offset + (rope.interleaved ? 2 * pair : pair);
+  const double x = static_cast<double>(widened(of_pair[0]));
+  const double y = static_cast<double>(widened(of_pair[rope.interleaved ? 1 : rope.pairs]));
   const double angle = static_cast<double>(moved) * rope.frequencies[pair];
   out[at] = static_cast<float>(first ? x * cos(angle) - y * sin(angle) : x * sin(angle) + y * cos(angle));
 }
@@ -100,8 +103,6 @@ void require_supported(const LayerTensors& layer) {
   };
   if (!layer.sinks.empty()) refuse("/model/sinks");
   if (layer.chunk > 0) refuse("/model/chunk");
-  if (layer.value_is_key) refuse("/model@value_is_key");
-  if (layer.rope.offset > 0) refuse("/model/rope@offset");
 }
 
 PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::span<const std::int32_t> queries,
@@ -200,7 +201,8 @@ PlacedQueries::Heads PlacedQueries::heads(int first, int count) {
   task.ranges += list_offset * (task.padded_queries / range_queries);
 
   const bool moves = !key_moves_.empty();
-  const RopeTurn rope{frequencies_, static_cast<int>(layer_.rope.inv_freq.size()), layer_.rope.interleaved};
+  const RopeTurn rope{frequencies_, static_cast<int>(layer_.rope.inv_freq.size()), layer_.rope.interleaved,
+                      layer_.rope.offset};
   const auto make = [&](std::size_t bytes) { return heads.blocks_.emplace_back(call_.memory()).at_least(bytes); };
   const auto floats = [&](int rows) {
     return reinterpret_cast<float*>(

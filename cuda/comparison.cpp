@@ -112,6 +112,7 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
                         .frequencies = call.copy(layer.rope.inv_freq),
                         .pairs = static_cast<int>(layer.rope.inv_freq.size()),
                         .interleaved = layer.rope.interleaved,
+                        .offset = layer.rope.offset,
                         .scale = static_cast<double>(layer.softmax_scale),
                         .cap = static_cast<double>(layer.logit_softcap)};
     task.stored_keys = same_keys ? task.keys : vectors(stored.k, stored_keys);

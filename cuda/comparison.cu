@@ -22,9 +22,12 @@ __device__ __forceinline__ double number_at(const StoredVectors& vectors, int he
 __device__ __forceinline__ double2 turned_pair(const ComparisonTask& task, const StoredVectors& vectors, int head,
                                                int row, int pair, int moved) {
   const bool turns = pair < task.pairs;
-  const bool apart = turns && !task.interleaved;
-  const double x = number_at(vectors, head, row, apart ? pair : 2 * pair);
-  const double y = number_at(vectors, head, row, apart ? pair + task.pairs : 2 * pair + 1);
+  const int other = 2 * (pair - task.pairs);  // of those that do not turn
+  const auto beside_pairs = [&](int number) { return number < task.offset ? number : number + 2 * task.pairs; };
+  const int first = turns ? task.offset + (task.interleaved ? 2 * pair : pair) : beside_pairs(other);
+  const int second = turns ? first + (task.interleaved ? 1 : task.pairs) : beside_pairs(other + 1);
+  const double x = number_at(vectors, head, row, first);
+  const double y = number_at(vectors, head, row, second);
   if (!turns || moved == 0) return make_double2(x, y);
   double sine, cosine;
   sincos(static_cast<double>(moved) * task.frequencies[pair], &sine, &cosine);

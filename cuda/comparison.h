@@ -57,6 +57,7 @@ struct ComparisonTask {
   const double* frequencies = nullptr;  // [pairs]
   int pairs = 0;
   bool interleaved = false;
+  int offset = 0;  // of the first component of a pair
   double scale = 1.0;
   double cap = 0.0;  // 0: none
 

@@ -245,9 +245,7 @@ TEST(CudaDevice, RulesOfAttentionWithoutKernelsAreRejectedByName) {
   const std::vector<double> sinks{0.5, -1};
   const std::vector<std::pair<std::string, std::function<void(LayerTensors&)>>> rules{
       {"/model/sinks", [&](LayerTensors& of) { of.sinks = sinks; }},
-      {"/model/chunk", [](LayerTensors& of) { of.chunk = 4; }},
-      {"/model@value_is_key", [](LayerTensors& of) { of.value_is_key = true; }},
-      {"/model/rope@offset", [](LayerTensors& of) { of.rope.offset = 2; }}};
+      {"/model/chunk", [](LayerTensors& of) { of.chunk = 4; }}};
   const std::unique_ptr<Backend> backend = make_backend("cuda", 1);
   const KeptSet kept(Heads::kv, 1, 7);
   for (const auto& [object, change] : rules) {

@@ -105,6 +105,16 @@ INSTANTIATE_TEST_SUITE_P(
                  range(70, 150, 19)},
         EvalCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F, .rope_pairs = 4}, 70, range(60, 90, 7)},
         EvalCase{{.query_heads = 36, .kv_heads = 1, .tokens = 40, .dim = 3, .rope_pairs = 1}, 2, range(0, 40, 19)},
+        EvalCase{{.query_heads = 6,
+                  .kv_heads = 3,
+                  .tokens = 80,
+                  .dim = 70,
+                  .dtype = DType::float16,
+                  .rope_pairs = 3,
+                  .rope_offset = 64,
+                  .value_components = 64},
+                 60,
+                 range(50, 80, 7)},
         EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
 
 TEST(CudaComparisonWith, KeysThatTakeSeveralBlocksAreAllCounted) {

@@ -227,6 +227,7 @@ const std::vector<EvalCase> cases{
     {{.query_heads = 2, .kv_heads = 1, .tokens = 80, .dim = 8, .first_stored_query = 65, .stored_query_step = 5},
      70,
      {70, 75}},
+    {{.tokens = 90, .dim = 24, .dtype = DType::bfloat16, .value_components = 17}, 60, range(50, 90, 3)},
 };
 
 INSTANTIATE_TEST_SUITE_P(Cases, KeptMomentsOf, ::testing::ValuesIn(cases));
@@ -529,6 +530,7 @@ void expect_near(const Comparison& found, const Comparison& expected, double tol
   expect_near(found.logits, expected.logits, tolerance);
   EXPECT_NEAR(found.l1, expected.l1, tolerance);
   EXPECT_NEAR(found.mass, expected.mass, tolerance);
+  EXPECT_NEAR(found.full_mass, expected.full_mass, tolerance);
   EXPECT_NEAR(found.output_full_square, expected.output_full_square, tolerance);
   EXPECT_NEAR(found.output_square, expected.output_square, tolerance);
   EXPECT_NEAR(found.output_dot, expected.output_dot, tolerance);
@@ -537,7 +539,7 @@ void expect_near(const Comparison& found, const Comparison& expected, double tol
 
 auto members(const Comparison& c) {
   const auto numbers = [](const Alignment& a) { return std::tuple(a.dot, a.full_square, a.stored_square); };
-  return std::tuple(numbers(c.all), numbers(c.prompt), numbers(c.nosink), numbers(c.logits), c.l1, c.mass,
+  return std::tuple(numbers(c.all), numbers(c.prompt), numbers(c.nosink), numbers(c.logits), c.l1, c.mass, c.full_mass,
                     c.output_full_square, c.output_square, c.output_dot, c.error_square);
 }
 
@@ -596,7 +598,12 @@ INSTANTIATE_TEST_SUITE_P(
                  range(70, 150, 9)},
         EvalCase{{.tokens = 90, .dim = 8, .spread = 2.0, .softcap = 4.0F, .rope_pairs = 4}, 70, range(60, 90)},
         EvalCase{{.query_heads = 60, .kv_heads = 1, .tokens = 40, .dim = 3, .rope_pairs = 1}, 2, range(0, 40, 13)},
-        EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
+        EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}},
+        EvalCase{{.tokens = 90, .dim = 22, .rope_pairs = 3, .rope_offset = 16, .value_components = 16},
+                 60,
+                 range(50, 90, 3)},
+        EvalCase{
+            {.tokens = 90, .dim = 21, .rope_pairs = 3, .interleaved = true, .rope_offset = 9}, 60, range(50, 90, 3)}));
 
 TEST(CompareAttentionWith, EverySimdLevelHasTheSameBits) {
   const EvalCase some{{.tokens = 90, .dim = 20, .rope_pairs = 10}, 60, range(50, 90, 3)};

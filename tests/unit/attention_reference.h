@@ -32,7 +32,13 @@ struct LayerShape {
   int stored_query_step = 1;
   int rope_pairs = 0;
   bool interleaved = false;
+  int rope_offset = 0;
+  int chunk = 0;
+  int value_components = 0;  // above 0: values are so many first components of the keys
+  bool sink_logits = false;  // of all query heads but every third
   std::uint64_t seed = 1;
+
+  int value_dim() const { return value_components > 0 ? value_components : dim; }
 };
 
 /// The name of a test of it: googletest would print its bytes.
@@ -138,8 +144,15 @@ class RandomLayer {
         q(shape.query_heads, stored_queries_.empty() ? shape.tokens : static_cast<int>(stored_queries_.size()),
           shape.dim, shape.dtype, shape.spread, chain(shape.seed, 1)),
         k(shape.kv_heads, shape.tokens, shape.dim, shape.dtype, shape.spread, chain(shape.seed, 2)),
-        v(shape.kv_heads, shape.tokens, shape.dim, shape.dtype, 1.0, chain(shape.seed, 3)) {
+        v(shape.kv_heads, shape.tokens, shape.value_dim(), shape.dtype, 1.0, chain(shape.seed, 3)) {
     for (int i = 0; i < shape.rope_pairs; ++i) inv_freq_.push_back(std::pow(10.0, -0.5 * i));
+    for (int head = 0; shape.sink_logits && head < shape.query_heads; ++head)
+      sinks_.push_back(head % 3 == 2 ? -HUGE_VAL
+                                     : 3.0 * gaussian(chain(shape.seed, 4, head), chain(shape.seed, 5, head)));
+    for (int head = 0; shape.value_components > 0 && head < shape.kv_heads; ++head)
+      for (int token = 0; token < shape.tokens; ++token)
+        for (int c = 0; c < shape.value_components; ++c)
+          v.set(head, token, c, static_cast<float>(k.at(head, token, c)));
   }
 
   LayerTensors tensors() const {
@@ -147,11 +160,19 @@ class RandomLayer {
     tensors.q = q.view();
     tensors.k = k.view();
     tensors.v = v.view();
+    if (shape_.value_components > 0) {
+      tensors.value_is_key = true;
+      tensors.v = k.view();
+      tensors.v.stride = shape_.dim;
+      tensors.v.dim = shape_.value_components;
+    }
     tensors.query_positions = stored_queries_;
     tensors.softmax_scale = 1.0F / std::sqrt(static_cast<float>(shape_.dim));
     tensors.logit_softcap = shape_.softcap;
     tensors.sliding_window = shape_.sliding_window;
-    tensors.rope = {inv_freq_, 1.0, shape_.interleaved};
+    tensors.chunk = shape_.chunk;
+    tensors.sinks = sinks_;
+    tensors.rope = {inv_freq_, 1.0, shape_.interleaved, shape_.rope_offset};
     return tensors;
   }
   const LayerShape& shape() const { return shape_; }
@@ -166,9 +187,10 @@ class RandomLayer {
   /// rot(x, distance) over the stored pairs, as complex numbers.
   std::vector<double> rotated(std::vector<double> x, int distance) const {
     const std::size_t pairs = inv_freq_.size();
+    const auto offset = static_cast<std::size_t>(shape_.rope_offset);
     for (std::size_t i = 0; i < pairs; ++i) {
-      const std::size_t first = shape_.interleaved ? 2 * i : i;
-      const std::size_t second = shape_.interleaved ? 2 * i + 1 : i + pairs;
+      const std::size_t first = offset + (shape_.interleaved ? 2 * i : i);
+      const std::size_t second = first + (shape_.interleaved ? 1 : pairs);
       const double size = std::hypot(x[first], x[second]);
       const double angle = std::atan2(x[second], x[first]) + distance * inv_freq_[i];
       x[first] = size * std::cos(angle);
@@ -186,7 +208,11 @@ class RandomLayer {
   }
 
   bool visible(int query, int key) const {
-    return key <= query && (shape_.sliding_window == 0 || key > query - shape_.sliding_window);
+    return key <= query && (shape_.sliding_window == 0 || key > query - shape_.sliding_window) &&
+           (shape_.chunk == 0 || key / shape_.chunk == query / shape_.chunk);
+  }
+  double sink(int query_head) const {
+    return sinks_.empty() ? -HUGE_VAL : sinks_[static_cast<std::size_t>(query_head)];
   }
 
   /// Logits of query `position` over all tokens, -infinity where not visible.
@@ -208,12 +234,13 @@ class RandomLayer {
 
  private:
   std::vector<double> inv_freq_;
+  std::vector<double> sinks_;
 };
 
-inline std::vector<double> softmax(std::vector<double> z) {
-  const double highest = *std::max_element(z.begin(), z.end());
+inline std::vector<double> softmax(std::vector<double> z, double sink = -HUGE_VAL) {
+  const double highest = std::max(sink, *std::max_element(z.begin(), z.end()));
   if (highest == -HUGE_VAL) return std::vector<double>(z.size(), 0.0);
-  double sum = 0.0;
+  double sum = std::exp(sink - highest);
   for (double& x : z) sum += x = std::exp(x - highest);
   for (double& x : z) x /= sum;
   return z;
@@ -246,7 +273,7 @@ inline Matrix reference_sums(const RandomLayer& layer, const AttentionSums& what
         if (moves) key = layer.rotated(key, static_cast<int>(slot) - keys[slot]);
         z.push_back(layer.visible(t, keys[slot]) ? layer.logit(query, key) : -HUGE_VAL);
       }
-      const std::vector<double> a = softmax(z);
+      const std::vector<double> a = softmax(z, layer.sink(head));
       const auto seen = static_cast<double>(std::count_if(z.begin(), z.end(), [](double x) { return x > -HUGE_VAL; }));
       for (std::size_t slot = 0; slot < keys.size() && slot < static_cast<std::size_t>(columns); ++slot) {
         if (!what.own_key && keys[slot] == t) continue;
@@ -262,7 +289,7 @@ inline Matrix reference_sums(const RandomLayer& layer, const AttentionSums& what
 inline Moments reference_moments(const RandomLayer& layer, int head, int t, int boundary, const KeptSet* set) {
   const auto& shape = layer.shape();
   const std::vector<double> z = layer.logits(head, t);
-  const std::vector<double> a = softmax(z);
+  const std::vector<double> a = softmax(z, layer.sink(head));
   const auto holds = [&](int key) {
     return layer.visible(t, key) &&
            (set == nullptr || key == t || key >= set->tokens() || set->keeps(set->row_of(head, layer.group()), key));
@@ -270,13 +297,13 @@ inline Moments reference_moments(const RandomLayer& layer, int head, int t, int 
   std::vector<double> kept_logits = z;
   for (int key = 0; key < shape.tokens; ++key)
     if (!holds(key)) kept_logits[static_cast<std::size_t>(key)] = -HUGE_VAL;
-  const std::vector<double> kept = softmax(kept_logits);
+  const std::vector<double> kept = softmax(kept_logits, layer.sink(head));
   Moments moments;
   std::size_t rank = 0;
-  std::vector<double> full_output(static_cast<std::size_t>(shape.dim)), output(full_output);
+  std::vector<double> full_output(static_cast<std::size_t>(shape.value_dim())), output(full_output);
   for (int key = 0; key < shape.tokens; ++key) {
     const auto at = static_cast<std::size_t>(key);
-    for (int c = 0; c < shape.dim; ++c) {
+    for (int c = 0; c < shape.value_dim(); ++c) {
       full_output[static_cast<std::size_t>(c)] += a[at] * layer.v.at(head / layer.group(), key, c);
       output[static_cast<std::size_t>(c)] += kept[at] * layer.v.at(head / layer.group(), key, c);
     }
@@ -306,7 +333,7 @@ inline Comparison reference_comparison(const RandomLayer& layer, const RandomLay
   const auto& shape = layer.shape();
   const int kv_head = head / layer.group();
   const std::vector<double> full_logits = layer.logits(head, t);
-  const std::vector<double> a = softmax(full_logits);
+  const std::vector<double> a = softmax(full_logits, layer.sink(head));
   std::vector<int> resident;
   for (int key = 0; key <= t; ++key)
     if (key == t || key >= set.tokens() || set.keeps(set.row_of(head, layer.group()), key)) resident.push_back(key);
@@ -320,13 +347,14 @@ inline Comparison reference_comparison(const RandomLayer& layer, const RandomLay
         layer.rotated(stored.k.row(kv_head, resident[slot]), moves ? static_cast<int>(slot) - resident[slot] : 0);
     z[static_cast<std::size_t>(resident[slot])] = layer.logit(query, key);
   }
-  const std::vector<double> kept = softmax(z);
+  const std::vector<double> kept = softmax(z, layer.sink(head));
   const auto align = [](Alignment& alignment, double full, double other) {
     alignment.dot += full * other;
     alignment.full_square += full * full;
     alignment.stored_square += other * other;
   };
   Comparison expected;
+  expected.full_mass = std::accumulate(a.begin(), a.end(), 0.0);
   for (int key = 0; key < shape.tokens; ++key) {
     const auto at = static_cast<std::size_t>(key);
     align(expected.all, a[at], kept[at]);
@@ -337,7 +365,7 @@ inline Comparison reference_comparison(const RandomLayer& layer, const RandomLay
     if (key >= sink_tokens) align(expected.nosink, a[at], kept[at]);
     if (layer.visible(t, key)) align(expected.logits, full_logits[at], z[at] > -HUGE_VAL ? z[at] : 0.0);
   }
-  for (int c = 0; c < shape.dim; ++c) {
+  for (int c = 0; c < shape.value_dim(); ++c) {
     double full_output = 0.0, output = 0.0;
     for (int key = 0; key < shape.tokens; ++key) {
       full_output += a[static_cast<std::size_t>(key)] * layer.v.at(kv_head, key, c);
@@ -402,7 +430,7 @@ inline std::vector<std::int32_t> reference_eviction(const RandomLayer& layer, co
                           ? layer.logit(query, layer.k.row(head / layer.group(), token.position))
                           : -HUGE_VAL);
         }
-        const std::vector<double> a = softmax(z);
+        const std::vector<double> a = softmax(z, layer.sink(head));
         for (std::size_t i = 0; i < a.size(); ++i) mean[i] += a[i] / static_cast<double>(heads.size());
       }
       for (std::size_t i = 0; i < held.size(); ++i) held[i].score = what.accumulate ? held[i].score + mean[i] : mean[i];

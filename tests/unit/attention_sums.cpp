@@ -219,6 +219,8 @@ const std::vector<LayerShape> rotated_shapes{
     {.tokens = 100, .dim = 12, .rope_pairs = 2, .interleaved = true},
     {.query_heads = 6, .kv_heads = 1, .tokens = 100, .dim = 8},
     {.tokens = 300, .dim = 8, .sliding_window = 250, .rope_pairs = 4},
+    {.tokens = 100, .dim = 12, .rope_pairs = 3, .rope_offset = 5},
+    {.tokens = 100, .dim = 12, .dtype = DType::bfloat16, .rope_pairs = 3, .interleaved = true, .rope_offset = 5},
 };
 
 INSTANTIATE_TEST_SUITE_P(Styles, ResidentSums, ::testing::ValuesIn(rotated_shapes));
