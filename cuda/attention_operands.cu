@@ -102,7 +102,6 @@ void require_supported(const LayerTensors& layer) {
                 "a trace with it"};
   };
   if (!layer.sinks.empty()) refuse("/model/sinks");
-  if (layer.chunk > 0) refuse("/model/chunk");
 }
 
 PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::span<const std::int32_t> queries,

@@ -28,8 +28,9 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
   std::vector<std::int32_t> evicted(static_cast<std::size_t>(rows) * static_cast<std::size_t>(what.tokens), -1);
   if (what.first >= what.tokens) return evicted;
 
-  std::vector<std::int32_t> budgets, recents;
+  std::vector<std::int32_t> budgets, recents, lowest_seen;
   for (int token = 0; token < what.tokens; ++token) {
+    lowest_seen.push_back(layer.first_visible(token));
     budgets.push_back(what.budget_after(token));
     recents.push_back(what.recent_after(token));
   }
@@ -69,7 +70,7 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
                        .budgets = some.copy(std::span<const std::int32_t>(budgets)),
                        .recents = some.copy(std::span<const std::int32_t>(recents)),
                        .sinks = what.sinks,
-                       .window = layer.sliding_window,
+                       .lowest_seen = some.copy(std::span<const std::int32_t>(lowest_seen)),
                        .resident = some.copy(what.resident.subspan(before(given), within(given)))};
     held_rows.positions = some.room<std::int32_t>(within(capacity));
     held_rows.scores = some.room<double>(within(capacity));

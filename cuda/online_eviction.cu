@@ -134,10 +134,6 @@ struct Row {
            (static_cast<std::size_t>(head) * static_cast<std::size_t>(steps) + static_cast<std::size_t>(step)) *
                static_cast<std::size_t>(held_rows.capacity);
   }
-  /// The first position that the query at `now` sees.
-  __device__ __forceinline__ int lowest_seen(int now) const {
-    return held_rows.window > 0 ? max(0, now - held_rows.window + 1) : 0;
-  }
 };
 
 /// totals[heads]: sums of exponentials over the slots that the query at `now` sees. A head's slots are shared out to
@@ -149,7 +145,7 @@ __device__ __forceinline__ bool sum_exponentials(const Row& row, int step, int n
   const int warp = thread / 32;
   const int heads = row.held_rows.heads;
   const int heads_at_once = threads / 32 / warps_a_head;
-  const int lowest_seen = row.lowest_seen(now);
+  const int lowest_seen = row.held_rows.lowest_seen[now];
   const auto logit = [&](const float* of_head, int slot) {
     const float x = of_head[slot];
     return row.positions[slot] >= lowest_seen ? x : -INFINITY;
@@ -192,7 +188,7 @@ __device__ __forceinline__ bool sum_exponentials(const Row& row, int step, int n
 /// The mean attention over heads is added to the scores, or takes their place.
 __device__ __forceinline__ void add_attention(const Row& row, int step, int now, int slots, const PartialSum* totals) {
   const int heads = row.held_rows.heads;
-  const int lowest_seen = row.lowest_seen(now);
+  const int lowest_seen = row.held_rows.lowest_seen[now];
   for (int slot = static_cast<int>(threadIdx.x); slot < slots; slot += static_cast<int>(blockDim.x)) {
     if (!row.held_rows.accumulate) row.scores[slot] = 0.0;
     if (row.positions[slot] < lowest_seen) continue;

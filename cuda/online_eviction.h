@@ -19,16 +19,16 @@ struct HeldRows {
   int given = 0;     // tokens that each row held in the beginning
   int first = 0;     // tokens [0, first) had come before
   int tokens = 0;
-  bool accumulate = true;                  // scores go on from step to step
-  int budget = 0;                          // the largest
-  const std::int32_t* budgets = nullptr;   // [tokens] of each token
-  const std::int32_t* recents = nullptr;   // [tokens]
-  int sinks = 0;                           // positions below are never evicted
-  int window = 0;                          // 0: all
-  const std::int32_t* resident = nullptr;  // [rows, given] what they were
-  std::int32_t* positions = nullptr;       // [rows, capacity] of the held tokens, -1 for those that have gone
-  double* scores = nullptr;                // [rows, capacity]
-  std::int32_t* evicted = nullptr;         // [rows, tokens]
+  bool accumulate = true;                     // scores go on from step to step
+  int budget = 0;                             // the largest
+  const std::int32_t* budgets = nullptr;      // [tokens] of each token
+  const std::int32_t* recents = nullptr;      // [tokens]
+  int sinks = 0;                              // positions below are never evicted
+  const std::int32_t* lowest_seen = nullptr;  // [tokens] the first position that each token's query sees
+  const std::int32_t* resident = nullptr;     // [rows, given] what they were
+  std::int32_t* positions = nullptr;          // [rows, capacity] of the held tokens, -1 for those that have gone
+  double* scores = nullptr;                   // [rows, capacity]
+  std::int32_t* evicted = nullptr;            // [rows, tokens]
 };
 
 /// The given tokens, with their scores [rows, given].

@@ -244,8 +244,7 @@ TEST(CudaDevice, RulesOfAttentionWithoutKernelsAreRejectedByName) {
   const auto queries = range(7, 9);
   const std::vector<double> sinks{0.5, -1};
   const std::vector<std::pair<std::string, std::function<void(LayerTensors&)>>> rules{
-      {"/model/sinks", [&](LayerTensors& of) { of.sinks = sinks; }},
-      {"/model/chunk", [](LayerTensors& of) { of.chunk = 4; }}};
+      {"/model/sinks", [&](LayerTensors& of) { of.sinks = sinks; }}};
   const std::unique_ptr<Backend> backend = make_backend("cuda", 1);
   const KeptSet kept(Heads::kv, 1, 7);
   for (const auto& [object, change] : rules) {

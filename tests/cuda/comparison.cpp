@@ -112,6 +112,7 @@ INSTANTIATE_TEST_SUITE_P(
                   .dtype = DType::float16,
                   .rope_pairs = 3,
                   .rope_offset = 64,
+                  .chunk = 33,
                   .value_components = 64},
                  60,
                  range(50, 80, 7)},

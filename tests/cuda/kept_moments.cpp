@@ -156,10 +156,15 @@ INSTANTIATE_TEST_SUITE_P(
             {.query_heads = 2, .kv_heads = 1, .tokens = 80, .dim = 8, .first_stored_query = 65, .stored_query_step = 5},
             70,
             {70, 75}},
-        EvalCase{
-            {.query_heads = 6, .kv_heads = 3, .tokens = 80, .dim = 70, .dtype = DType::float16, .value_components = 64},
-            60,
-            range(50, 80, 7)},
+        EvalCase{{.query_heads = 6,
+                  .kv_heads = 3,
+                  .tokens = 80,
+                  .dim = 70,
+                  .dtype = DType::float16,
+                  .chunk = 33,
+                  .value_components = 64},
+                 60,
+                 range(50, 80, 7)},
         EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
 
 TEST(CudaMomentsOf, KeysOfSeveralChunksAndSplitsAreAllCounted) {

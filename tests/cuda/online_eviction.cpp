@@ -93,7 +93,9 @@ INSTANTIATE_TEST_SUITE_P(
                       LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 180, .dim = 8, .sliding_window = 12},
                       LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 60, .dim = 8, .sliding_window = 1},
                       LayerShape{
-                          .query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8, .spread = 3.0, .softcap = 5.0F}));
+                          .query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8, .spread = 3.0, .softcap = 5.0F},
+                      LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 150, .dim = 8, .chunk = 40},
+                      LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 60, .dim = 8, .chunk = 1}));
 
 TEST(CudaOnlineEvictionWith, ManyHeldTokensAreThoseOfTheCpu) {
   const RandomLayer layer({.query_heads = 2, .kv_heads = 1, .tokens = 560, .dim = 8});

@@ -228,6 +228,7 @@ const std::vector<EvalCase> cases{
      70,
      {70, 75}},
     {{.tokens = 90, .dim = 24, .dtype = DType::bfloat16, .value_components = 17}, 60, range(50, 90, 3)},
+    {{.tokens = 400, .dim = 8, .chunk = 90}, 350, range(300, 400, 9)},
 };
 
 INSTANTIATE_TEST_SUITE_P(Cases, KeptMomentsOf, ::testing::ValuesIn(cases));
@@ -602,8 +603,9 @@ INSTANTIATE_TEST_SUITE_P(
         EvalCase{{.tokens = 90, .dim = 22, .rope_pairs = 3, .rope_offset = 16, .value_components = 16},
                  60,
                  range(50, 90, 3)},
-        EvalCase{
-            {.tokens = 90, .dim = 21, .rope_pairs = 3, .interleaved = true, .rope_offset = 9}, 60, range(50, 90, 3)}));
+        EvalCase{{.tokens = 90, .dim = 21, .rope_pairs = 3, .interleaved = true, .rope_offset = 9, .chunk = 26},
+                 60,
+                 range(50, 90, 3)}));
 
 TEST(CompareAttentionWith, EverySimdLevelHasTheSameBits) {
   const EvalCase some{{.tokens = 90, .dim = 20, .rope_pairs = 10}, 60, range(50, 90, 3)};

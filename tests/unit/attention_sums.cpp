@@ -50,6 +50,14 @@ const std::vector<LayerShape> shapes{
      .dtype = DType::bfloat16,
      .spread = 3.0,
      .softcap = 5.0F},
+    {.query_heads = 4, .kv_heads = 2, .tokens = 300, .dim = 8, .chunk = 70},
+    {.query_heads = 2,
+     .kv_heads = 1,
+     .tokens = 300,
+     .dim = 32,
+     .dtype = DType::bfloat16,
+     .sliding_window = 50,
+     .chunk = 130},
 };
 
 class AttentionSumsOf : public ::testing::TestWithParam<LayerShape> {
@@ -221,6 +229,7 @@ const std::vector<LayerShape> rotated_shapes{
     {.tokens = 300, .dim = 8, .sliding_window = 250, .rope_pairs = 4},
     {.tokens = 100, .dim = 12, .rope_pairs = 3, .rope_offset = 5},
     {.tokens = 100, .dim = 12, .dtype = DType::bfloat16, .rope_pairs = 3, .interleaved = true, .rope_offset = 5},
+    {.tokens = 100, .dim = 8, .rope_pairs = 4, .chunk = 25},
 };
 
 INSTANTIATE_TEST_SUITE_P(Styles, ResidentSums, ::testing::ValuesIn(rotated_shapes));
