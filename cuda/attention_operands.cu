@@ -6,7 +6,6 @@
 #include "cuda/launch.h"
 #include "cuda/stored_types.h"
 #include "cuda/widened.h"
-#include "error.h"
 
 namespace kvreplay {
 namespace {
@@ -96,12 +95,11 @@ std::vector<QueryRange> ranges_of(const std::vector<QueryPlace>& places, int pad
 
 }  // namespace
 
-void require_supported(const LayerTensors& layer) {
-  const auto refuse = [](const char* object) {
-    throw Error{Refusal::capability, object, "not supported by the CUDA backend", "a trace without it, or --device cpu",
-                "a trace with it"};
-  };
-  if (!layer.sinks.empty()) refuse("/model/sinks");
+const double* copy_sink_logits(DeviceCall& call, const LayerTensors& layer) {
+  if (layer.sinks.empty()) return nullptr;
+  std::vector<double> logits(layer.sinks.begin(), layer.sinks.end());
+  for (double& logit : logits) logit *= std::numbers::log2e;
+  return call.copy(logits);
 }
 
 PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::span<const std::int32_t> queries,
@@ -110,7 +108,6 @@ PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::s
       layer_(layer),
       softmax_keys_(std::move(softmax_keys)),
       query_count_(static_cast<int>(queries.size())) {
-  require_supported(layer);
   for (const SoftmaxKeys& some : softmax_keys_) places_.push_back(query_places(layer, queries, some));
   const bool moves = softmax_keys_.front().positions == Positions::cache;
   const bool tensor_cores = layer.q.dtype == layer.k.dtype && layer.k.dtype != DType::float32 && !moves;
@@ -153,6 +150,7 @@ PlacedQueries::PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::s
   const float log2_e = std::numbers::log2e_v<float>;
   lists_.scale = layer.logit_softcap > 0.0F ? layer.softmax_scale / layer.logit_softcap : layer.softmax_scale * log2_e;
   lists_.cap = layer.logit_softcap > 0.0F ? layer.logit_softcap * log2_e : 0.0F;
+  lists_.sink_logits = copy_sink_logits(call, layer);
 
   for (std::size_t list = 0; list < softmax_keys_.size(); ++list) {
     const SoftmaxKeys& some = softmax_keys_[list];
@@ -198,6 +196,7 @@ PlacedQueries::Heads PlacedQueries::heads(int first, int count) {
   task.visible += list_offset * task.padded_queries;
   task.own += list_offset * task.padded_queries;
   task.ranges += list_offset * (task.padded_queries / range_queries);
+  if (task.sink_logits != nullptr) task.sink_logits += first * group;
 
   const bool moves = !key_moves_.empty();
   const RopeTurn rope{frequencies_, static_cast<int>(layer_.rope.inv_freq.size()), layer_.rope.interleaved,

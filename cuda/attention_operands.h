@@ -14,13 +14,13 @@
 
 namespace kvreplay {
 
-/// Throws Error{capability}, with the object of the trace, for a rule of attention that no kernel has.
-void require_supported(const LayerTensors& layer);
+/// [Hq] the layer's sink logits on the device, in units of log 2; null where there are none.
+const double* copy_sink_logits(DeviceCall& call, const LayerTensors& layer);
 
 /// Some queries over the keys of their softmax: one list of them for all KV heads, or one for each.
 class PlacedQueries {
  public:
-  /// Throws as require_supported() and query_places().
+  /// Throws as padded_depth() and query_places().
   PlacedQueries(DeviceCall& call, const LayerTensors& layer, std::span<const std::int32_t> queries,
                 std::vector<SoftmaxKeys> softmax_keys);
 

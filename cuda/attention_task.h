@@ -42,6 +42,8 @@ struct AttentionTask {
   const QueryRange* ranges = nullptr;  // [lists, padded_queries / range_queries]
   float scale = 1.0F;                  // logits in units of log 2 are scale * product,
   float cap = 0.0F;                    // or, above 0, cap * tanh(scale * product)
+  /// [kv_heads * group] sink logits, in units of log 2; null: there are none.
+  const double* sink_logits = nullptr;
 };
 
 /// Of a row: exponentials are 2^(logit - reference), an integer; its attention is `factor` times them.

@@ -62,7 +62,6 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
                                                        Positions positions, std::span<const std::int32_t> queries,
                                                        int boundary, KeptSets kept, OutputVectors* outputs) {
   assert(kept.size() == 1 || kept.size() == queries.size());
-  require_supported(layer);
   const auto query_count = queries.size();
   const int group = layer.group();
   std::vector<Comparison> result(static_cast<std::size_t>(layer.q.heads) * query_count);
@@ -78,6 +77,7 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
   std::vector<std::int32_t> brought;  // rows of the queries' tensor; empty: all
   if (!tensors_.holds(layer.q))
     for (const QueryPlace& place : places) brought.push_back(place.stored);
+  const double* sink_logits = copy_sink_logits(call, layer);
   const bool same_keys = stored.k.data == layer.k.data;
   const bool same_values = stored.v.data == layer.v.data;
 
@@ -114,7 +114,8 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
                         .interleaved = layer.rope.interleaved,
                         .offset = layer.rope.offset,
                         .scale = static_cast<double>(layer.softmax_scale),
-                        .cap = static_cast<double>(layer.logit_softcap)};
+                        .cap = static_cast<double>(layer.logit_softcap),
+                        .sink_logits = sink_logits == nullptr ? nullptr : sink_logits + first * group};
     task.stored_keys = same_keys ? task.keys : vectors(stored.k, stored_keys);
     task.stored_values = same_values ? task.values : vectors(stored.v, stored_values);
 

@@ -2,6 +2,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <numbers>
+
+#include "attention/row_sums.h"
 #include "cuda/comparison.h"
 #include "cuda/launch.h"
 
@@ -259,6 +262,12 @@ __global__ void __launch_bounds__(row_threads)
     totals[1] += stored[i] = exp(stored[i] - highest[1]);
   }
   combine<Sum>(shared, totals);
+  const double of_keys = totals[0];
+  const int head = kv_head * task.group + row % task.group;
+  if (task.sink_logits != nullptr) {
+#pragma unroll 1  // registers of one exponential
+    for (int i = 0; i < 2; ++i) totals[i] += sink_weight(task.sink_logits[head], highest[i] * std::numbers::log2e);
+  }
 
   double sums[11] = {};  // over all, the prompt, without sinks; l1; mass
   for (int i = thread; i < width; i += row_threads) {
@@ -283,8 +292,8 @@ __global__ void __launch_bounds__(row_threads)
   result.logits = {logits[0], logits[1], logits[2]};
   result.l1 = sums[9];
   result.mass = sums[10];
-  results[static_cast<std::size_t>(kv_head * task.group + row % task.group) *
-              static_cast<std::size_t>(task.query_count) +
+  result.full_mass = of_keys / totals[0];
+  results[static_cast<std::size_t>(head) * static_cast<std::size_t>(task.query_count) +
           static_cast<std::size_t>(query)] = result;
 }
 

@@ -59,7 +59,8 @@ struct ComparisonTask {
   bool interleaved = false;
   int offset = 0;  // of the first component of a pair
   double scale = 1.0;
-  double cap = 0.0;  // 0: none
+  double cap = 0.0;                     // 0: none
+  const double* sink_logits = nullptr;  // [kv_heads * group] in units of log 2; null: there are none
 
   __host__ __device__ int rows() const { return query_count * group; }
   __host__ __device__ int width() const { return end_key - first_key; }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "cuda/attention_operands.h"
 #include "cuda/compiled.h"
 #include "error.h"
 
@@ -99,7 +98,7 @@ void CudaBackend::let_go(const LayerTensors& layer) {
 }
 
 std::size_t CudaBackend::working_set(const LayerTensors& layer, const Workload& work) const {
-  require_supported(layer);
+  padded_depth(std::max(layer.k.dim, layer.v.dim));  // throws where no kernel is large enough
   // In the machine's own memory: what is on its way to the device and back.
   const auto tokens = static_cast<std::size_t>(layer.k.tokens);
   const auto heads = static_cast<std::size_t>(layer.q.heads);

@@ -23,7 +23,8 @@ std::size_t padded_row_bytes(const TensorView& tensor) {
 int padded_depth(int dim) {
   for (const int depth : {64, 128, 256})
     if (dim <= depth) return depth;
-  throw Error{Refusal::capability, "head_dim", "not supported by the CUDA backend", "at most 256", std::to_string(dim)};
+  throw Error{Refusal::capability, "head_dim", "not supported by the CUDA backend", "at most 256, or --device cpu",
+              std::to_string(dim)};
 }
 
 DeviceTensors::DeviceTensors(DeviceMemory& memory, int threads, int device)

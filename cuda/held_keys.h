@@ -35,6 +35,11 @@ __device__ __forceinline__ std::size_t row_number(const KeptRows& rows, const Ke
 __device__ __forceinline__ const float* logits_of(const KeptRows& rows, const KeptRow& row) {
   return rows.logits + row_number(rows, row) * static_cast<std::size_t>(rows.task.key_count);
 }
+/// In units of log 2; -infinity: there is none.
+__device__ __forceinline__ double sink_logit_of(const KeptRows& rows, const KeptRow& row) {
+  const double* logits = rows.task.sink_logits;
+  return logits == nullptr ? -HUGE_VAL : logits[row.query_head - rows.first_kv_head * rows.task.group];
+}
 __device__ __forceinline__ std::size_t moments_at(const KeptRows& rows, const KeptRow& row, int set) {
   return (static_cast<std::size_t>(set) * static_cast<std::size_t>(rows.query_heads) +
           static_cast<std::size_t>(row.query_head)) *

@@ -34,7 +34,7 @@ struct HeldSums {
   __device__ __forceinline__ float reference() const {
     return fmaxf(fmaxf(sections[0].reference(), sections[1].reference()), sections[2].reference());
   }
-  __device__ __forceinline__ RowSums sums() const {
+  __device__ __forceinline__ RowSums sums(double sink_logit) const {
     const auto around = [](const SectionSums& section, float reference) -> MaskedSums {
       const double factor = whole_power_of_two(section.reference() - reference);
       return {section.weights.sum * factor, section.weights.square * factor * factor};
@@ -43,6 +43,7 @@ struct HeldSums {
     sums.sinks = around(sections[0], reference());
     sums.rest = around(sections[1], reference());
     sums.later = around(sections[2], reference());
+    sums.sink_logit = sink_weight(sink_logit, static_cast<double>(reference()));
     return sums;
   }
 };
@@ -164,11 +165,12 @@ __global__ void __launch_bounds__(threads)
     }
   });
 
-  const RowSums full = held[0].sums();
+  const double sink_logit = sink_logit_of(rows, row);
+  const RowSums full = held[0].sums(sink_logit);
   for (int i = static_cast<int>(threadIdx.x); i < sets.count; i += threads) {
     if (!sets.writes(i)) continue;
     const HeldSums& mine = held[i];
-    const RowSums sums = mine.sums();
+    const RowSums sums = mine.sums(sink_logit);
     const float reference = mine.reference();
     Moments made = moments_of(sums, full, whole_power_of_two(reference - row_reference));
     made.logit_square = mine.logit_square * std::numbers::ln2 * std::numbers::ln2;

@@ -71,6 +71,7 @@ std::vector<std::int32_t> CudaBackend::online_eviction(const LayerTensors& layer
                        .recents = some.copy(std::span<const std::int32_t>(recents)),
                        .sinks = what.sinks,
                        .lowest_seen = some.copy(std::span<const std::int32_t>(lowest_seen)),
+                       .sink_logits = heads.task().sink_logits,
                        .resident = some.copy(what.resident.subspan(before(given), within(given)))};
     held_rows.positions = some.room<std::int32_t>(within(capacity));
     held_rows.scores = some.room<double>(within(capacity));

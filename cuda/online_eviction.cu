@@ -2,6 +2,7 @@
 // they are made first, by the whole device. Then one block a row takes the steps.
 #include <algorithm>
 
+#include "attention/row_sums.h"
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
 #include "cuda/online_eviction.h"
@@ -173,12 +174,15 @@ __device__ __forceinline__ bool sum_exponentials(const Row& row, int step, int n
     if (works && lane() == 0) partials[head * warps_a_head + warp % warps_a_head] = {sum, reference};
   }
   __syncthreads();
+  const double* sink_logits = row.held_rows.sink_logits;  // of the row's heads
+  if (sink_logits != nullptr) sink_logits += row.number * static_cast<std::size_t>(heads);
   for (int head = thread; head < heads; head += threads) {
     const PartialSum* mine = partials + head * warps_a_head;
     PartialSum total{0.0, -INFINITY};
     for (int i = 0; i < warps_a_head; ++i) total.reference = fmaxf(total.reference, mine[i].reference);
     for (int i = 0; i < warps_a_head; ++i)
       total.sum += mine[i].sum * static_cast<double>(exponential(mine[i].reference, total.reference));
+    if (sink_logits != nullptr) total.sum += sink_weight(sink_logits[head], static_cast<double>(total.reference));
     totals[head] = total;
   }
   __syncthreads();

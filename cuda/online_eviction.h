@@ -25,6 +25,7 @@ struct HeldRows {
   const std::int32_t* recents = nullptr;      // [tokens]
   int sinks = 0;                              // positions below are never evicted
   const std::int32_t* lowest_seen = nullptr;  // [tokens] the first position that each token's query sees
+  const double* sink_logits = nullptr;        // [rows, heads] in units of log 2; null: there are none
   const std::int32_t* resident = nullptr;     // [rows, given] what they were
   std::int32_t* positions = nullptr;          // [rows, capacity] of the held tokens, -1 for those that have gone
   double* scores = nullptr;                   // [rows, capacity]

@@ -1,6 +1,7 @@
 // The softmax of each row: its reference and its sum, in one pass over the keys that it sees.
 #include <algorithm>
 
+#include "attention/row_sums.h"
 #include "cuda/attention_rows.h"
 #include "cuda/launch.h"
 
@@ -154,6 +155,7 @@ __global__ void combine_statistics(AttentionTask task, int splits, const double*
       if (partial.sum > 0.0) sum += partial.sum * static_cast<double>(power_of_two(partial.reference - reference));
     }
     if (sum > 0.0) {
+      if (task.sink_logits != nullptr) sum += sink_weight(task.sink_logits[blockIdx.y], static_cast<double>(reference));
       state.reference = reference;
       double weight = weights != nullptr ? weights[query] : 1.0;
       if (above_uniform > 0.0) {

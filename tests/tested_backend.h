@@ -24,9 +24,6 @@ inline std::unique_ptr<Backend> tested_backend(int threads) { return make_backen
 /// Heads of so many numbers are beyond it: the device's shared memory.
 inline bool refuses_heads_of(int dim) { return tested_backend_name() == "cuda" && dim > 256; }
 
-/// Sink logits, chunks, values that are components of keys: it has no kernels for them.
-inline bool lacks_rules_of_version_2() { return tested_backend_name() == "cuda"; }
-
 /// A level for one scope; then again the one before.
 class ForcedLevel {
  public:

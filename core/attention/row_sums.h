@@ -29,8 +29,12 @@ constexpr Word held_keys(Word kept, int key, int tokens, int own, int begin, int
 }
 
 /// Weight of a sink logit beside a reference, both in units of log 2. Where the sink has all but nothing left over for
-/// the keys, their shares are those of a sink at the bound: 2^-1000.
-inline double sink_weight(double sink, double reference) { return std::exp2(std::min(sink - reference, 1000.0)); }
+/// the keys, their shares are those of a sink at the bound: 2^-1000. Kernels call constexpr functions alone; without a
+/// constexpr std::exp2 only a template can be one.
+template <std::floating_point Number>
+constexpr Number sink_weight(Number sink, Number reference) {
+  return std::exp2(std::min(sink - reference, Number{1000}));
+}
 
 /// Weights of float64 below this share of the largest count as 0: the square of one that counts is a normal number.
 inline constexpr double least_weight = 0x1p-500;

@@ -113,7 +113,8 @@ INSTANTIATE_TEST_SUITE_P(
                   .rope_pairs = 3,
                   .rope_offset = 64,
                   .chunk = 33,
-                  .value_components = 64},
+                  .value_components = 64,
+                  .sink_logits = true},
                  60,
                  range(50, 80, 7)},
         EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));

@@ -28,8 +28,14 @@ SynthOptions shape(const std::string& kind, DType dtype, int layers) {
 class EveryPolicyOnCuda : public testing::TestWithParam<std::string> {};
 
 TEST_P(EveryPolicyOnCuda, KeepsTheTokensThatItKeepsOnTheCpu) {
-  const std::vector<SynthOptions> traces{shape("gaussian", DType::bfloat16, 2), shape("gaussian", DType::float32, 3),
-                                         shape("repeat", DType::float16, 3)};
+  std::vector<SynthOptions> traces{shape("gaussian", DType::bfloat16, 2), shape("gaussian", DType::float32, 3),
+                                   shape("repeat", DType::float16, 3), shape("gaussian", DType::float32, 3),
+                                   shape("gaussian", DType::bfloat16, 2)};
+  traces[3].sinks = true;
+  traces[3].chunk = {0, 23, 0};
+  traces[3].value_dim = 20;
+  traces[4].value_is_key = true;
+  traces[4].value_dim = 16;
   int compared = 0;
   for (const SynthOptions& options : traces) {
     SCOPED_TRACE(options.kind + " " + name_of(options.dtype));

@@ -58,11 +58,11 @@ std::deque<TraceCase> cases() {
   sink_logits.sinks = true;
   sink_logits.value_dim = 12;
   sink_logits.chunk = {0, 11, 0};
-  if (!lacks_rules_of_version_2()) all.emplace_back("sink_logits", sink_logits);
+  all.emplace_back("sink_logits", sink_logits);
   SynthOptions latent = shape("gaussian", 2, 4, 1, 24, 64, 5);
   latent.value_is_key = true;
   latent.value_dim = 16;
-  if (!lacks_rules_of_version_2()) all.emplace_back("keys_as_values", latent);
+  all.emplace_back("keys_as_values", latent);
   return all;
 }
 

@@ -83,7 +83,7 @@ TEST_P(KeptMomentsOf, KeepingEverythingIsExact) {
   for (std::size_t set = 0; set < all_sets.size(); ++set) {
     for (std::size_t cell = 0; cell < found.full.size(); ++cell) {
       const Moments& kept = found.kept[set * found.full.size() + cell];
-      EXPECT_EQ(kept.mass, 1.0);
+      EXPECT_EQ(kept.mass, shape.sink_logits ? found.full[cell].mass : 1.0);
       EXPECT_EQ(kept.error_square, 0.0);
       EXPECT_EQ(members(kept), members(found.full[cell])) << "set " << set << ", cell " << cell;
     }
@@ -126,7 +126,9 @@ TEST_P(KeptMomentsOf, AgreeWithTheGeneralComparison) {
       const Moments& kept = moments.kept[set * moments.full.size() + cell];
       const Comparison& general = compared[cell];
       EXPECT_NEAR(general.mass, kept.mass, 4e-6);
-      EXPECT_NEAR(general.l1, 2.0 * (1.0 - kept.mass), 8e-6);
+      const double sink = 1.0 - full.mass, evicted = full.mass - kept.mass;
+      EXPECT_NEAR(general.full_mass, full.mass, 4e-6);
+      EXPECT_NEAR(general.l1, evicted * (2.0 * kept.mass + sink) / (kept.mass + sink), 8e-6);
       EXPECT_NEAR(general.all.dot / std::sqrt(general.all.full_square * general.all.stored_square),
                   std::sqrt(kept.square / full.square), 4e-6);
       EXPECT_NEAR(general.all.full_square, full.square, 4e-6);
@@ -229,6 +231,7 @@ const std::vector<EvalCase> cases{
      {70, 75}},
     {{.tokens = 90, .dim = 24, .dtype = DType::bfloat16, .value_components = 17}, 60, range(50, 90, 3)},
     {{.tokens = 400, .dim = 8, .chunk = 90}, 350, range(300, 400, 9)},
+    {{.query_heads = 6, .kv_heads = 2, .tokens = 130, .dim = 16, .sink_logits = true}, 110, range(90, 130, 6)},
 };
 
 INSTANTIATE_TEST_SUITE_P(Cases, KeptMomentsOf, ::testing::ValuesIn(cases));
@@ -465,7 +468,7 @@ TEST_P(KeptMomentsOf, ASetForEachQueryThatKeepsEverythingIsExact) {
   const KeptMoments found =
       tested_backend(2)->kept_moments(layer.tensors(), queries, boundary, std::vector<KeptSets>{all, seen});
   for (std::size_t i = 0; i < found.kept.size(); ++i) {
-    EXPECT_EQ(found.kept[i].mass, 1.0);
+    EXPECT_EQ(found.kept[i].mass, shape.sink_logits ? found.full[i % found.full.size()].mass : 1.0);
     EXPECT_EQ(found.kept[i].error_square, 0.0);
     EXPECT_EQ(members(found.kept[i]), members(found.full[i % found.full.size()])) << i;
   }
@@ -603,7 +606,13 @@ INSTANTIATE_TEST_SUITE_P(
         EvalCase{{.tokens = 90, .dim = 22, .rope_pairs = 3, .rope_offset = 16, .value_components = 16},
                  60,
                  range(50, 90, 3)},
-        EvalCase{{.tokens = 90, .dim = 21, .rope_pairs = 3, .interleaved = true, .rope_offset = 9, .chunk = 26},
+        EvalCase{{.tokens = 90,
+                  .dim = 21,
+                  .rope_pairs = 3,
+                  .interleaved = true,
+                  .rope_offset = 9,
+                  .chunk = 26,
+                  .sink_logits = true},
                  60,
                  range(50, 90, 3)}));
 

@@ -170,6 +170,7 @@ INSTANTIATE_TEST_SUITE_P(
                       LayerShape{
                           .query_heads = 4, .kv_heads = 2, .tokens = 90, .dim = 8, .spread = 3.0, .softcap = 5.0F},
                       LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 150, .dim = 8, .chunk = 40},
+                      LayerShape{.query_heads = 6, .kv_heads = 2, .tokens = 90, .dim = 8, .sink_logits = true},
                       LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 60, .dim = 8, .chunk = 1}));
 
 TEST(OnlineEvictionWith, EverySimdLevelIsThatOfBruteForce) {

@@ -58,6 +58,8 @@ const std::vector<LayerShape> shapes{
      .dtype = DType::bfloat16,
      .sliding_window = 50,
      .chunk = 130},
+    {.query_heads = 6, .kv_heads = 2, .tokens = 300, .dim = 16, .dtype = DType::bfloat16, .sink_logits = true},
+    {.query_heads = 2, .kv_heads = 1, .tokens = 1500, .dim = 4, .softcap = 5.0F, .sink_logits = true},
 };
 
 class AttentionSumsOf : public ::testing::TestWithParam<LayerShape> {
@@ -229,7 +231,7 @@ const std::vector<LayerShape> rotated_shapes{
     {.tokens = 300, .dim = 8, .sliding_window = 250, .rope_pairs = 4},
     {.tokens = 100, .dim = 12, .rope_pairs = 3, .rope_offset = 5},
     {.tokens = 100, .dim = 12, .dtype = DType::bfloat16, .rope_pairs = 3, .interleaved = true, .rope_offset = 5},
-    {.tokens = 100, .dim = 8, .rope_pairs = 4, .chunk = 25},
+    {.tokens = 100, .dim = 8, .rope_pairs = 4, .chunk = 25, .sink_logits = true},
 };
 
 INSTANTIATE_TEST_SUITE_P(Styles, ResidentSums, ::testing::ValuesIn(rotated_shapes));
