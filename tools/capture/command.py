@@ -270,7 +270,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     show = shows_progress(arguments)
     allow_bars(show)
     model_choices.source.require_reachable()
-    say_notes("capture", [f"loading {model_choices.source.title}"], arguments.quiet)
+    if show:
+        say_notes("capture", [f"loading {model_choices.source.title}"])
     quiet_libraries(show)
 
     import torch

@@ -85,7 +85,8 @@ def live(arguments: argparse.Namespace) -> None:
     choices.check()
     answers = _answers(arguments.answers)
     show = shows_progress(arguments)
-    say_notes("live", [f"loading {choices.source.title}"], arguments.quiet)
+    if show:
+        say_notes("live", [f"loading {choices.source.title}"])
     from kvreplay.results import Run
 
     runs = [Run(folder) for folder in arguments.runs]
