@@ -17,7 +17,8 @@ import pytest
 import transformers
 from tiny_models import SIZES, character_tokenizer
 
-from kvreplay.capture.command import main
+from kvreplay.capture.command import main, parser
+from kvreplay.capture.model_options import take_user_defaults
 from kvreplay.capture.recorder import Recorder
 from kvreplay.capture.source import Source
 from kvreplay.errors import Error
@@ -29,7 +30,8 @@ Folder = Callable[..., Path]
 SLOW = """
 import sys, time
 from kvreplay.capture import recorder
-from kvreplay.capture.command import main
+from kvreplay.capture.command import main, parser
+from kvreplay.capture.model_options import take_user_defaults
 record = recorder.Recorder.__call__
 def slowly(self, call):
     record(self, call)
@@ -44,7 +46,8 @@ sys.exit(main(sys.argv[1:]))
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
-from kvreplay.capture.command import main
+from kvreplay.capture.command import main, parser
+from kvreplay.capture.model_options import take_user_defaults
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -243,3 +246,23 @@ def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> Non
     loading = f"kvreplay: capture: loading {model_folder('llama').name}\n"
     said = "kvreplay: capture: torch is not installed; run pip install 'kvreplay[capture]'\n"
     assert done.stderr == loading + said
+
+
+def test_defaults_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvreplay.yaml sets device and threads, below the command line."""
+
+    def taken(*words: str) -> tuple[str | None, int | None]:
+        arguments = parser().parse_args(["--model", "m", "--prompt", "a", "-o", "t.h5", *words])
+        take_user_defaults(arguments)
+        return arguments.device, arguments.threads
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert taken() == (None, None)
+    Path("kvreplay.yaml").write_text("device: cuda:1\nthreads: 3\noutput: out\n")
+    assert taken() == ("cuda:1", 3)
+    assert taken("--device", "cpu", "--threads", "2") == ("cpu", 2)
+    assert taken("--device-map", "auto") == (None, 3)
+    Path("kvreplay.yaml").write_text("device: gpu\n")
+    with pytest.raises(Error, match="kvreplay.yaml: device or threads: found expected auto, cpu"):
+        taken()

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvreplay.capture.model_options import (
     members,
     natural,
     shows_progress,
+    take_user_defaults,
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
@@ -244,6 +246,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     model_choices.check()
 
     import kvreplay.engine  # noqa: F401 - refuses before anything is loaded where it is not built
+
+    take_user_defaults(arguments)
+    model_choices = ModelChoices.of(arguments)
     from kvreplay.capture.prompts import Prompt, read_prompts, require_template
     from kvreplay.capture.spans import SpanRequest
 
@@ -315,6 +320,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             f"memory   peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture",
             flush=True,
         )
+    where = shlex.quote(str(paths[0] if len(paths) == 1 else paths[0].parent))
+    print(f"next     kvreplay replay {where} -p snapkv,h2o,chunkkv -b 0.1 -o out")
     return 0
 
 

@@ -137,6 +137,20 @@ def add_device_options(build: argparse.ArgumentParser) -> None:
     )
 
 
+def take_user_defaults(arguments: argparse.Namespace) -> None:
+    """Sets --device and --threads to the values of the user's kvreplay.yaml, if they were not given."""
+    from kvreplay._engine import user_defaults
+
+    defaults = user_defaults()
+    try:
+        if "device" in defaults and not (arguments.device or arguments.device_map):
+            arguments.device = _device(defaults["device"])
+        if "threads" in defaults and not arguments.threads:
+            arguments.threads = count(defaults["threads"])
+    except argparse.ArgumentTypeError as problem:
+        raise Error("kvreplay.yaml", "device or threads", "", str(problem), Refusal.USAGE) from problem
+
+
 def shows_progress(arguments: argparse.Namespace) -> bool:
     """Whether --progress, or the terminal, enables the progress bar."""
     return arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())

@@ -17,6 +17,7 @@ from kvreplay.capture.model_options import (
     count,
     natural,
     shows_progress,
+    take_user_defaults,
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, names, say_notes, size
@@ -89,6 +90,8 @@ def live(arguments: argparse.Namespace) -> None:
         say_notes("live", [f"loading {choices.source.title}"])
     from kvreplay.results import Run
 
+    take_user_defaults(arguments)
+    choices = ModelChoices.of(arguments)
     runs = [Run(folder) for folder in arguments.runs]
     traces = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]
     wanted = [(run, trace, _chosen(run, trace, policies, arguments.budgets)) for run, trace in traces]

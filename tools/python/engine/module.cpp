@@ -1,6 +1,7 @@
 // kvreplay._engine: what kvreplay/engine.py and kvreplay/python_policies.py are made of.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +36,7 @@
 #include "stored_cell.h"
 #include "trace.h"
 #include "trace_list.h"
+#include "user_defaults.h"
 #include "view.h"
 
 namespace kvreplay::python {
@@ -243,6 +246,14 @@ NB_MODULE(_engine, module) {
   module.def(
       "policy_name", kvreplay::registered_policy, "name"_a,
       "The registered name of a policy in another spelling: SnapKVPress is snapkv. An unknown name is unchanged.");
+  module.def(
+      "user_defaults",
+      [] {
+        std::map<std::string, std::string> texts;
+        for (const auto& [option, value] : kvreplay::read_user_defaults()) texts[option] = value.text;
+        return texts;
+      },
+      "The user's defaults for options: the values of kvreplay.yaml by option.");
   nanobind::class_<kvreplay::ListedTrace>(module, "ListedTrace", "A trace of a list of files, folders and manifests.")
       .def_prop_ro("path", [](const kvreplay::ListedTrace& listed) { return std::filesystem::path(listed.path); })
       .def("check_hash", kvreplay::check_hash, "hash"_a, "Refuses the hash of the trace if its manifest has another.");
