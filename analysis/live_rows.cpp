@@ -11,20 +11,52 @@
 #include "analysis/csv.h"
 #include "analysis/replaced_file.h"
 #include "error.h"
+#include "parameters.h"
 
 namespace kvreplay {
 
 namespace fs = std::filesystem;
+
+namespace {
+
+/// Of a file of live numbers, which has a header.
+std::vector<std::vector<std::string>> lines_of(const fs::path& path) {
+  std::ifstream stream(path);
+  const std::string text{std::istreambuf_iterator<char>(stream), {}};
+  std::vector<std::vector<std::string>> lines = parse_csv(path.string(), text);
+  if (!stream || lines.empty()) throw Error{Refusal::input, path.string(), "cannot be read", "a header"};
+  return lines;
+}
+
+}  // namespace
+
+std::map<std::string, std::map<MetricName, double>> live_values(const fs::path& folder, const std::string& trace) {
+  std::map<std::string, std::map<MetricName, double>> found;
+  const fs::path path = folder / "live" / (trace + ".csv");
+  if (std::error_code none; !fs::exists(path, none)) return found;
+  const std::vector<std::vector<std::string>> lines = lines_of(path);
+  std::map<std::string, std::size_t> places;
+  for (std::size_t i = 0; i < lines.front().size(); ++i) places.emplace(lines.front()[i], i);
+  for (const char* column : {"cell", "layer", "metric", "variant", "value", "decisions"})
+    if (!places.contains(column)) throw Error{Refusal::input, path.string(), "no such column", column};
+  for (const std::vector<std::string>& fields : std::span(lines).subspan(1)) {
+    if (fields.size() != lines.front().size())
+      throw Error{Refusal::input, path.string(), "line with other columns", std::to_string(lines.front().size()),
+                  std::to_string(fields.size())};
+    const auto field = [&](const char* column) -> const std::string& { return fields[places.at(column)]; };
+    if (field("layer") != "all" || field("decisions") == "during-prefill" || field("value").empty()) continue;
+    const double value = parse_real(path.string(), field("value"));
+    found[field("cell")].try_emplace(MetricName{field("metric"), field("variant")}, value);
+  }
+  return found;
+}
 
 void LiveRows::add(const fs::path& folder) {
   std::error_code none;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder / "live", none)) {
     const fs::path& path = entry.path();
     if (path.extension() != ".csv") continue;
-    std::ifstream stream(path);
-    const std::string text{std::istreambuf_iterator<char>(stream), {}};
-    std::vector<std::vector<std::string>> lines = parse_csv(path.string(), text);
-    if (!stream || lines.empty()) throw Error{Refusal::input, path.string(), "cannot be read", "a header"};
+    std::vector<std::vector<std::string>> lines = lines_of(path);
     const std::string header = csv_line(lines.front());
     if (header_.empty()) header_ = header;
     if (header != header_) throw Error{Refusal::input, path.string(), "different header", header_, header};

@@ -5,7 +5,14 @@
 #include <map>
 #include <string>
 
+#include "analysis/metrics/metric.h"
+
 namespace kvreplay {
+
+/// The numbers over all layers of the cells of one trace, by cell and metric. Of several model types or devices the
+/// first in the order of the file; without sets that the live model decided. Empty: there are none.
+std::map<std::string, std::map<MetricName, double>> live_values(const std::filesystem::path& folder,
+                                                                const std::string& trace);
 
 /// The rows of several folders. A file has a header, then lines in ascending order.
 class LiveRows {

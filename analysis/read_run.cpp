@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "analysis/live_rows.h"
 #include "analysis/results_folder.h"
 #include "analysis/run_json.h"
 #include "parameters.h"
@@ -150,6 +151,12 @@ RunSummary read_run(const fs::path& folder) {
     RunSummary summary{.output = folder};
     add_traces(run, std::move(finished.traces), summary);
     add_cells(run, finished, summary);
+    for (const TraceRecord& trace : summary.traces) {
+      const auto live = live_values(folder, trace.name);
+      for (CellRecord& cell : summary.cells)
+        if (const auto of_cell = live.find(cell.id); cell.trace == trace.name && of_cell != live.end())
+          cell.live = of_cell->second;
+    }
     find_twins(summary.cells);
     summary.self_check = run.value("self_check", Json::object()).value("result", std::vector<std::string>());
     summary.warnings = run.value("warnings", std::vector<std::string>());

@@ -25,9 +25,9 @@ constexpr std::size_t most_in_one_family = 12;             // more rows than the
 constexpr std::size_t most_in_budgets_grid = 4;            // policies: more would not fit one screen
 constexpr std::size_t indent = 11;                         // of the lines below a table
 /// The order in which columns get a place in a narrow table.
-constexpr const char* by_importance[] = {"kept",    "out.err", "head.err", "recall",   "KiB",     "skill",
-                                         "select",  "needle",  "answer",   "question", "out.cos", "att.l1",
-                                         "att.cos", "jaccard", "kv.l1",    "held"};
+constexpr const char* by_importance[] = {
+    "kept",   "kld",    "contains", "out.err",  "head.err", "recall", "KiB",     "skill",   "same_top_p", "f1",
+    "select", "needle", "answer",   "question", "out.cos",  "att.l1", "att.cos", "jaccard", "kv.l1",      "held"};
 
 /// Characters, not bytes.
 std::size_t length(std::string_view text) {
@@ -391,10 +391,12 @@ std::string fewer_traces(const TableRows& rows, const Tables& tables, const Tabl
 
 /// The metrics of the columns as command lines name them, where the title does not say so. Spans share a metric.
 std::string legend(const TableRows& rows, const Tables& tables, const Layout& layout) {
-  std::vector<std::string> pieces, spans;
+  std::vector<std::string> pieces, spans, live;
   for (const TableColumn& column : layout.columns) {
     const std::string fewer = fewer_traces(rows, tables, column);
-    if (column.metric == fmt::format("span_recall:{}.mean", column.title))
+    if (column.is_live)
+      live.push_back(column.title + fewer);
+    else if (column.metric == fmt::format("span_recall:{}.mean", column.title))
       spans.push_back(column.title + fewer);
     else if (!column.metric.starts_with(column.title) || column.metric.find(':') != std::string::npos)
       pieces.push_back(fmt::format("{} = {}{}", column.title, column.metric, fewer));
@@ -403,6 +405,7 @@ std::string legend(const TableRows& rows, const Tables& tables, const Layout& la
   }
   if (!spans.empty()) spans.back() += " = span_recall:SPAN.mean";
   std::ranges::move(spans, std::back_inserter(pieces));
+  if (!live.empty()) pieces.push_back(fmt::format("{} = of the live model", fmt::join(live, ", ")));
   return pieces.empty() ? "" : wrapped("columns", pieces, ", ", layout.width, indent);
 }
 

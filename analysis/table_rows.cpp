@@ -25,6 +25,9 @@ constexpr double undefined = std::numeric_limits<double>::quiet_NaN();
 const MetricName pooled_error{"output_error", "pooled"}, error_of_heads{"output_error", ""},
     recall{"attention_recall", ""}, kept_tokens{"kept_tokens", ""};
 constexpr const char* skill_title = "skill";
+/// The live metrics that a table has by itself, and their directions: those of `kvreplay live`.
+constexpr std::pair<const char*, Better> live_columns[] = {
+    {"kld", Better::lower}, {"same_top_p", Better::higher}, {"contains", Better::higher}, {"f1", Better::higher}};
 
 MetricName metric_of_column(const std::string& text) {
   const std::vector<MetricName> names = parse_metrics(text);
@@ -51,6 +54,21 @@ TableColumn metric_column(const MetricName& name) {
     column.least_width = 9;  // "999.9 ms" and a mark: the layout of a table must not depend on how long it took
   }
   return column;
+}
+
+TableColumn live_column(const MetricName& name) {
+  const auto known = std::ranges::find(live_columns, name.text(), &std::pair<const char*, Better>::first);
+  return {.title = name.text(),
+          .metric = name.text(),
+          .better = known == std::end(live_columns) ? Better::neither : known->second,
+          .has_interval = true,
+          .is_live = true,
+          .value =
+              [name](const CellRecord& cell) {
+                const auto found = cell.live.find(name);
+                return found == cell.live.end() ? undefined : found->second;
+              },
+          .text = three_digits};
 }
 
 /// The policy that a text of the command line names, as replay records it: mine.py:my_policy is my_policy.
@@ -277,6 +295,14 @@ TableColumn TableRows::column_of(const std::string& text) const {
                   return skill == skills_.end() ? undefined : skill->second;
                 },
             .text = three_digits};
+  for (const TracesRows& part : parts_)
+    for (const BudgetRows& budget : part.budgets)
+      for (const PolicyRow& row : budget.rows)
+        for (const CellRecord* cell : row.cells)
+          for (const auto& [name, value] : cell->live)
+            if (name.text() == text) return live_column(name);
+  if (std::ranges::find(live_columns, text, &std::pair<const char*, Better>::first) != std::end(live_columns))
+    throw Error{Refusal::usage, "--columns", "no live numbers", "results of kvreplay live RUN --model MODEL", text};
   return metric_column(metric_of_column(text));
 }
 
@@ -316,6 +342,8 @@ std::vector<TableColumn> TableRows::measured_columns() const {
     // Times are always shown: 0 where nothing was selected.
     if (!has_pooled && (title == "select" || title == skill_title || is_measured(column))) columns.push_back(column);
   }
+  for (const auto& [name, better] : live_columns)
+    if (TableColumn column = live_column({name, ""}); is_measured(column)) columns.push_back(column);
   return columns;
 }
 

@@ -32,6 +32,7 @@ struct TableColumn {
   std::string metric = {};  // its name on command lines
   Better better = Better::neither;
   bool has_interval = false;  // in a table of means
+  bool is_live = false;       // of the live model
   std::size_t least_width = 0;
   std::function<double(const CellRecord&)> value = {};
   std::function<std::string(double)> text = {};

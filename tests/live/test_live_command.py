@@ -46,7 +46,16 @@ def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert copy.live("--generate", "3") == 0
     said = capsys.readouterr()
     assert said.err.count("noise floor") == 1
-    assert said.out == f"next  kvreplay report {copy.run}\nnext  kvreplay predict {copy.run}\n"
+    assert said.out.endswith(f"next  kvreplay report {copy.run}\nnext  kvreplay predict {copy.run}\n")
+    shown = said.out.splitlines()
+    [columns] = [line.split() for line in shown if line.startswith("policy ")]
+    assert columns[-1] == "kld" and "kld = of the live model" in said.out
+    klds = {
+        line.split()[0]: line.split()[-1] for line in shown if line.split()[-2:-1] and line.split()[-1][0].isdigit()
+    }
+    assert klds["full"] == "0.000"
+    [best] = [name for name, kld in klds.items() if kld.endswith("*")]
+    assert float(klds[best][:-1]) == min(float(kld.strip("*")) for name, kld in klds.items() if name != "full")
     table = rows(copy)
     assert list(table.columns) == [*COLUMNS, *MEASURED, TEXT]
     assert (copy.run / "live/t.csv").read_bytes() == (copy.run / "live.csv").read_bytes()

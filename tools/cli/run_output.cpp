@@ -43,6 +43,8 @@ Json as_json(const RunSummary& summary) {
       const double overall = cell.value(name);
       values[name.text()] = std::isnan(overall) ? Json() : Json(overall);
     }
+    Json live = Json::object();
+    for (const auto& [name, value] : cell.live) live[name.text()] = value;
     document["cells"].push_back({{"trace", cell.trace},
                                  {"id", cell.id},
                                  {"role", cell.role},
@@ -56,7 +58,8 @@ Json as_json(const RunSummary& summary) {
                                  {"select_seconds", cell.select_seconds()},
                                  {"state", word(cell.state)},
                                  {"error", cell.error},
-                                 {"values", values}});
+                                 {"values", values},
+                                 {"live", live}});
   }
   return document;
 }

@@ -142,6 +142,11 @@ def live(arguments: argparse.Namespace) -> None:
     if machine.failed:
         raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv. Run the "
                     "same command again to measure the failed cells", exit_code=Refusal.SOME_FAILED)  # fmt: skip
+    from kvreplay._engine import table
+
+    policies_and_budgets = [*(f"-p{one}" for one in policies), *(f"-b{one}" for one in arguments.budgets)]
+    for run in runs:
+        print(table([str(run.folder), *policies_and_budgets], True))
     folders = [shlex.quote(str(run.folder)) for run in runs]
     for line in [f"report {folder}" for folder in folders] + [f"predict {' '.join(folders)}"]:
         print(f"next  kvreplay {line}")

@@ -44,6 +44,7 @@ class Work:
     write: list[LiveCell]  # a text of each
     left_out: list[str]  # cells that no model can hold, and why
     failed: list[str]  # cells that this machine cannot read, and why
+    reused: int  # cells whose predictions an earlier call has measured
 
     @classmethod
     def of(cls, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, way: Way, decide: bool = False) -> Work:
@@ -57,7 +58,8 @@ class Work:
         predict = [cell for cell in cells if not results.has(cell, "kld", tokens)]
         write = [cell for cell in cells if count and not results.has(cell, "same_tokens", count)]
         left_out = [f"{trace.name}: omitted: {reason}" for reason in left_out]
-        return cls(results, predict, write, left_out, [f"{trace.name}: failed: {reason}" for reason in failed])
+        failed = [f"{trace.name}: failed: {reason}" for reason in failed]
+        return cls(results, predict, write, left_out, failed, len(cells) - len(predict))
 
     @property
     def cells(self) -> int:
@@ -106,6 +108,8 @@ class LiveModel:
         self.failed += work.failed
         if not work.cells:
             return
+        if work.reused:
+            self._say(f"{trace.name}: {work.reused} of {work.reused + len(work.predict)} cells are measured already")
         results, tokens = work.results, trace.tokens - trace.boundary
         known = run_.cells_file(trace.name)[f"/traces/{trace.name}/tokens/ids"][()]
         by_keys = self._check(run_, trace, known)
