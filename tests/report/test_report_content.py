@@ -419,7 +419,6 @@ def test_what_an_earlier_call_replayed_has_nothing_of_the_last_call(tmp_path, ca
     about["inputs"] = [{"trace": "last", "path": "/there/last.h5"}]
     (run / "run.json").write_text(json.dumps(about))
     not_kept = ["trace earlier", "replayed earlier into this folder; its command and self-check are not recorded"]
-    note = "run.json does not say which policies ignore the budget on earlier: none of them is"
 
     def stars(content: dict) -> dict[str, int]:
         found = {trace["name"]: 0 for trace in content["traces"]}
@@ -430,14 +429,14 @@ def test_what_an_earlier_call_replayed_has_nothing_of_the_last_call(tmp_path, ca
     alone = read(write_report(run, "--trace", "earlier"))
     assert alone["provenance"][:-1] == [not_kept] and alone["provenance"][-1][0] == "page"
     assert "last" not in json.dumps(alone["provenance"]) and alone["warnings"] == []
-    assert stars(alone) == {"earlier": 0} and any(one.startswith(note) for one in alone["notes"])
+    assert stars(alone)["earlier"] >= 2
 
     both = read(write_report(run, "--trace", "earlier", "--trace", "last"))
     assert not_kept in both["provenance"] and ["trace last", "/there/last.h5, XXH3-128 ?"] in both["provenance"]
-    assert stars(both)["earlier"] == 0 and stars(both)["last"] >= 2
+    assert stars(both)["earlier"] >= 2 and stars(both)["last"] >= 2
     last = read(write_report(run, "--trace", "last"))
     assert not_kept not in last["provenance"] and ["self-check", "of the last"] in last["provenance"]
-    assert last["warnings"] == ["of the last call"] and not any(one.startswith(note) for one in last["notes"])
+    assert last["warnings"] == ["of the last call"]
 
 
 def test_a_run_that_does_not_say_what_is_better_is_said_as_compare_says_it(broken, capsys):

@@ -6,6 +6,7 @@ this module, so that a policy has the same label everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import numbers
 import os
@@ -310,28 +311,19 @@ class Run:
         return self.about.get("inputs", [])
 
     @cached_property
-    def _told_memory(self) -> dict[tuple[str, str], bool]:
-        """By (trace, cell), whether the cell ignores the budget; run.json records this for the last call's cells."""
-        listed = [cell for cell in self.about.get("cells", []) if "own_memory" in cell]
-        return {(cell.get("trace"), cell.get("cell")): cell["own_memory"] for cell in listed}
-
-    @cached_property
     def own_memory(self) -> set[tuple[str, str]]:
-        """(trace, cell) of the cells that ignore the budget.
-
-        If run.json has no entry for a cell, the cell is one of these if it keeps more tokens than its budget.
-        """
-        cells = self.cells
-        over = cells["kept_tokens"] > cells["budget_tokens"] + 1e-9
-        named = zip(cells["trace"], cells["cell"], strict=True)
-        return {key for key, beyond in zip(named, over, strict=True) if self._told_memory.get(key, beyond)}
-
-    @cached_property
-    def untold_memory(self) -> set[tuple[str, str]]:
-        """(trace, cell) of the cells that may ignore the budget: they keep at most their budget, and run.json does not
-        record whether the budget limits them."""
-        every = set(zip(self.cells["trace"], self.cells["cell"], strict=True))
-        return every - self.own_memory - set(self._told_memory)
+        """(trace, cell) of the cells that ignore the budget: of the last call as run.json says, of earlier calls as the
+        files of cells say. Without these files, the cells that keep more tokens than their budget."""
+        listed = {(one.get("trace"), one.get("cell")): one.get("own_memory") for one in self.about.get("cells", [])}
+        found = set()
+        for row in self.cells.itertuples():
+            own = listed.get((row.trace, row.cell))
+            if own is None:
+                with contextlib.suppress(Error, KeyError):
+                    own = self.cells_file(row.trace)[f"/cells/{row.cell}"].attrs["own_memory"]
+            if row.kept_tokens > row.budget_tokens + 1e-9 if own is None else own:
+                found.add((row.trace, row.cell))
+        return found
 
     @cached_property
     def fails_twin(self) -> set[tuple[str, str]]:

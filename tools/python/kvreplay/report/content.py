@@ -111,11 +111,6 @@ class Page:
         self.whole, self.by_layer = headline_values(run, self.traces)
         if len(self.traces) < len(known):
             self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; use --trace for others")
-        untold = {trace for trace, _ in run.untold_memory}
-        untold = [name for name in self.traces if name in untold]
-        if untold:
-            self.notes.append(f"run.json does not say which policies ignore the budget on {', '.join(untold)}: "
-                              "none of them is marked *; run the same replay again to record it")  # fmt: skip
         failed = [cell for cell in run.failed if cell.get("trace") in self.traces]
         if failed:
             self.notes.append(f"{len(failed)} failed cells, listed in the table")
@@ -291,7 +286,7 @@ class Page:
     def _line(self, row: Any, facts: TraceFacts) -> table.Line:
         key = (facts.name, row["cell"])
         return table.Line(row["label"], row["role"], row["heads"], self.whole[key], key in self.run.own_memory,
-                          key in self.run.untold_memory, key in self.run.fails_twin)  # fmt: skip
+                          key in self.run.fails_twin)  # fmt: skip
 
     def _failed(self, trace: str, budget: str) -> list[dict[str, str]]:
         failed = [cell for cell in self.run.failed if (cell.get("trace"), cell.get("budget")) == (trace, budget)]

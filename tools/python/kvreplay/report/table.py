@@ -90,21 +90,20 @@ COLUMNS = (*REPLAYED, *LIVE)
 
 @dataclass(frozen=True)
 class Line:
-    """One cell of one trace that has not failed. `own_memory`: it ignores the budget; `untold_memory`: it may ignore
-    the budget, but the run does not record this. `fails_twin`: its recall is at most that of its random twin."""
+    """One cell of one trace that has not failed. `own_memory`: it ignores the budget. `fails_twin`: its recall is at
+    most that of its random twin."""
 
     label: str
     role: str
     heads: str
     values: dict[Metric, float]
     own_memory: bool = False
-    untold_memory: bool = False
     fails_twin: bool = False
 
     @property
     def compared(self) -> bool:
         """Whether it is compared with others: no control, and at equal memory."""
-        return self.role != "control" and not (self.own_memory or self.untold_memory)
+        return self.role != "control" and not self.own_memory
 
     @property
     def may_be_best(self) -> bool:
