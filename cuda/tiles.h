@@ -73,11 +73,13 @@ struct WarpProducts {
       std::uint32_t a[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m)  // matrices: rows 0-7 and 8-15 of 8 numbers, then of the next 8
-        load_matrices(a[m], held + piece_offset<rows>(first_row + m * 16 + lane() % 16, 2 * step + lane() / 16));
+        load_matrices(a[m], held + piece_offset<rows>(static_cast<unsigned>(first_row + m * 16 + lane() % 16),
+                                                      static_cast<unsigned>(2 * step + lane() / 16)));
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         std::uint32_t b[4];  // matrices: 8 columns of 8 numbers and of the next 8, then the next 8 columns
-        load_matrices(b, tile + piece_offset<columns>(n * 8 + lane() / 16 * 8 + lane() % 8, 2 * step + lane() / 8 % 2));
+        load_matrices(b, tile + piece_offset<columns>(static_cast<unsigned>(n * 8 + lane() / 16 * 8 + lane() % 8),
+                                                      static_cast<unsigned>(2 * step + lane() / 8 % 2)));
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           multiply<Element>(sums[m][n], a[m], b[0], b[1]);

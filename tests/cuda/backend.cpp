@@ -161,7 +161,7 @@ TEST_F(CudaBackendOf, EveryOrderOfWorkHasTheSameBits) {
   };
   const std::vector<Matrix> expected = in_order(emulated::forward);
   expect_same(in_order(emulated::backward), expected);
-  for (const std::uint64_t seed : {1, 2, 3}) expect_same(in_order(emulated::shuffled(seed)), expected);
+  for (const std::uint64_t seed : {1U, 2U, 3U}) expect_same(in_order(emulated::shuffled(seed)), expected);
 }
 
 TEST_F(CudaBackendOf, EveryCallThatFailsIsAnError) {
