@@ -168,6 +168,26 @@ INSTANTIATE_TEST_SUITE_P(
                  range(50, 80, 7)},
         EvalCase{{.query_heads = 1, .kv_heads = 1, .tokens = 1, .dim = 1}, 1, {0}}));
 
+TEST(CudaMomentsOf, ASinkLogitFarAboveAllKeysLeavesTheirSharesExact) {
+  const LayerShape shape{.query_heads = 2, .kv_heads = 1, .tokens = 80, .dim = 8};
+  const RandomLayer layer(shape);
+  LayerTensors tensors = layer.tensors();
+  const std::vector<double> sinks{60.0, 400.0};
+  tensors.sinks = sinks;
+  const auto queries = range(60, 80, 5);
+  const KeptSet set = random_set(Heads::kv, shape, 60, 0.3, 1);
+  const std::vector<KeptSets> sets{KeptSets(&set, 1)};
+  const auto moments = [&](const char* backend) {
+    return make_backend(backend, 1)->kept_moments(tensors, queries, 60, sets);
+  };
+  const KeptMoments found = moments("cuda"), expected = moments("cpu");
+  for (std::size_t cell = 0; cell < found.full.size(); ++cell) {
+    EXPECT_GT(expected.full[cell].mass, 0.0);
+    EXPECT_NEAR(found.full[cell].mass / expected.full[cell].mass, 1.0, 1e-5) << cell;
+    EXPECT_NEAR(found.kept[cell].mass / expected.kept[cell].mass, 1.0, 1e-5) << cell;
+  }
+}
+
 TEST(CudaMomentsOf, KeysOfSeveralChunksAndSplitsAreAllCounted) {
   const EvalCase some{
       {.query_heads = 1, .kv_heads = 1, .tokens = 9300, .dim = 4, .first_stored_query = 9290}, 9000, {9290, 9299}};
