@@ -180,8 +180,8 @@ struct Workload {
   int redundancy_tokens = 0;  // of least_redundant; 0: it is not asked for
 };
 
-/// Calls that compute attention, and working_set(), throw Error{capability} with the object of the trace for a rule of
-/// attention that the backend lacks.
+/// Calls that compute attention, and working_set(), throw Error{capability} that names a property of the layer for
+/// which the backend has no kernels.
 class Backend {
  public:
   virtual ~Backend() = default;
