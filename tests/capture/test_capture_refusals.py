@@ -17,12 +17,7 @@ from kvreplay.errors import Error
 
 TINY = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 CASES = {
-    "deepseek_v3": (
-        lambda: transformers.DeepseekV3Config(**SIZES, kv_lora_rank=8, q_lora_rank=8, n_routed_experts=4),
-        r"multi-head latent attention \(MLA\)",
-    ),
     "t5": (lambda: transformers.T5Config(vocab_size=128, d_model=48, d_kv=12, d_ff=64), "encoder-decoder"),
-    "gpt_oss": (lambda: transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2), "attention sinks"),
     "bloom": (lambda: transformers.BloomConfig(vocab_size=128, hidden_size=48, n_layer=2, n_head=4), "ALiBi"),
     "mpt": (lambda: transformers.MptConfig(vocab_size=128, d_model=48, n_layers=2, n_heads=4), "ALiBi"),
     "falcon": (lambda: transformers.FalconConfig(**TINY, alibi=True), "ALiBi"),
@@ -67,7 +62,7 @@ def test_head_counts_that_differ_by_layer() -> None:
     wider = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, head_dim=16)
     model.model.layers[2].self_attn = type(model.model.layers[2].self_attn)(wider, 2)
     model.model.layers[2].self_attn.config = model.config
-    with pytest.raises(Error, match=r"head counts that differ by layer: 4/4/16 in layer 2") as refusal:
+    with pytest.raises(Error, match=r"head counts that differ by layer: 4/4/16/16 in layer 2") as refusal:
         probe(model, "mixed", 5, 20)
     assert refusal.value.exit_code == 3
     for layers in ({0, 1, 3}, {2}):
@@ -95,11 +90,13 @@ def test_mask_kinds() -> None:
     t, j = torch.arange(40)[:, None], torch.arange(40)[None, :]
     causal = j <= t
 
-    def window(mask: torch.Tensor) -> int | None:
-        return Visibility.of(mask, 40, 40).window(torch.device("cpu"))
+    def rule(mask: torch.Tensor, chunk: int = 0) -> tuple[int, int] | None:
+        return Visibility.of(mask, 40, 40).rule(torch.device("cpu"), chunk)
 
-    assert window(causal[None, None]) == 0
-    assert window((causal & (j > t - 7))[None, None]) == 7
-    assert window((causal & (j // 8 == t // 8))[None, None]) is None  # chunks
-    assert window(torch.ones(1, 1, 40, 40, dtype=torch.bool)) is None  # both directions
-    assert window(torch.zeros(1, 1, 40, 40)) is None  # added numbers
+    assert rule(causal[None, None]) == rule(causal[None, None], 64) == (0, 0)
+    assert rule((causal & (j > t - 7))[None, None], 8) == (7, 0)
+    chunks = (causal & (j // 8 == t // 8))[None, None]
+    assert rule(chunks, 8) == (0, 8)
+    assert rule(chunks) is None and rule(chunks, 9) is None
+    assert rule(torch.ones(1, 1, 40, 40, dtype=torch.bool)) is None  # both directions
+    assert rule(torch.zeros(1, 1, 40, 40)) is None  # added numbers

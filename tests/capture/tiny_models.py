@@ -75,6 +75,30 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     ),
 }
 
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+LATENT = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
+          "qk_rope_head_dim": 8, "v_head_dim": 10}  # fmt: skip
+# Models whose traces need version 2 of the format.
+VERSION_2: dict[str, transformers.PretrainedConfig] = {
+    "gpt_oss": transformers.GptOssConfig(
+        **SIZES, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=24
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(**LATENT, **EXPERTS, first_k_dense_replace=2),
+    "deepseek_v3_halves": transformers.DeepseekV3Config(
+        **LATENT, **EXPERTS, first_k_dense_replace=2, rope_interleave=False
+    ),
+    "minicpm3": transformers.MiniCPM3Config(**LATENT),
+    "llama4": transformers.Llama4TextConfig(
+        **SIZES,
+        head_dim=16,
+        attention_chunk_size=32,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"] * 2,
+        no_rope_layers=[1, 0] * 2,
+    ),
+}
+
 
 def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One token a character, so that encoding is the exact inverse of decoding; the last ones stand in for any id."""
@@ -107,12 +131,14 @@ def build(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
         for name, weight in model.named_parameters():
             if weight.ndim == 2:
                 weight.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5 if "emb" not in name else 1.0)
+            if name.endswith("sinks"):
+                weight.normal_()
     return model
 
 
 def save(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
     """A folder that `--model` takes."""
-    model = build(CONFIGS[name]).to(dtype)
+    model = build({**CONFIGS, **VERSION_2}[name]).to(dtype)
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder

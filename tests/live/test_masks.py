@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from captured_case import Case
-from tiny_models import CONFIGS, LOCAL_AND_GLOBAL
+from tiny_models import CONFIGS, LOCAL_AND_GLOBAL, VERSION_2
 
 from kvreplay.capture.model import load
 from kvreplay.capture.model_options import ModelChoices
@@ -26,13 +26,13 @@ STORES = (
     "streaming-llm:positions=cache", "sca:positions=cache,recent=8", "kivi:bits=2,group=8,residual=16",
     "think:window=4,ratio=0.5", "cam-one-shot:recent=4", "finch:positions=cache,question_tokens=4,blocks=16,heads=kv",
 )  # fmt: skip
-MODELS = ["llama", "one_kv_head", "mistral", "gemma2", "qwen3", "smollm3"]
+MODELS = ["llama", "one_kv_head", "mistral", "gemma2", "qwen3", "smollm3", "gpt_oss"]
 
 
 def window_of(model: str, layer: int) -> int:
     if model == "mistral":
         return 24
-    return 24 if model == "gemma2" and LOCAL_AND_GLOBAL[layer] == "sliding_attention" else 0
+    return 24 if model in ("gemma2", "gpt_oss") and LOCAL_AND_GLOBAL[layer] == "sliding_attention" else 0
 
 
 def whole_mask(
@@ -229,4 +229,4 @@ def test_quest(name: str, case: Callable[..., Case]) -> None:
 
 
 def test_models_are_known() -> None:
-    assert set(MODELS) <= set(CONFIGS)
+    assert set(MODELS) <= {*CONFIGS, *VERSION_2}

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvreplay.capture.model import generate
-from kvreplay.capture.observe import Layers, observed
-from kvreplay.capture.probe import probe
+from kvreplay.capture.model_options import LATENT_QUERIES
+from kvreplay.capture.observe import LayerCall, Layers, observed
+from kvreplay.capture.probe import probe, refuse_gates
 from kvreplay.capture.prompts import Prompt, fit, render
 from kvreplay.capture.recorded_pass import Reference, run_pass
 from kvreplay.capture.recorder import Recorder
@@ -34,7 +35,7 @@ class Choices:
     max_tokens: int | None = None
     generate: int = 0
     continuation: str = ""
-    queries: int | None = None  # the last of the prompt, with all of the continuation; None: all
+    queries: int | None = None  # the last of the prompt, with all of the continuation; None: all, or LATENT_QUERIES
     layers: Layers = None
     spans: tuple[SpanRequest, ...] = ()
     with_wo: bool = False
@@ -61,6 +62,11 @@ class Captured:
     rope: Rope | None  # of the stored layers
     checked_queries: int
     worst: Deviation
+
+
+def sink_logits(call: LayerCall) -> np.ndarray:
+    """Of each query head, float64 [Hq]; -infinity: none."""
+    return np.full(call.q.shape[0], -np.inf) if call.sinks is None else call.sinks.detach().double().cpu().numpy()
 
 
 def _checked(queries: int, verify_all: bool) -> np.ndarray:
@@ -129,13 +135,19 @@ def capture(
     marked = render(tokenizer, prompt.marked(), choices.chat)
     spans = find_spans(prompt, marked, choices.spans, text, offsets, prompt_tokens)
     calls, rope = probe(model, choices.name, ids[0], max(1, tokens - 1), choices.layers)
+    if choices.with_wo:
+        refuse_gates(model, ids[0], calls, choices.name)
     shape = calls[0]
     compute = str(shape.k.dtype).removeprefix("torch.")
     store = choices.store_dtype or compute
-    first_query = 0 if choices.queries is None else max(0, prompt_tokens - choices.queries)
+    latent = shape.expansion is not None
+    queries = choices.queries or (LATENT_QUERIES if latent else prompt_tokens)
+    first_query = max(0, prompt_tokens - queries)
     positions = np.arange(first_query, tokens)
-    query_heads, kv_heads, width = shape.q.shape[0], shape.k.shape[0], shape.q.shape[2]
-    layer = [((query_heads, len(positions), width), store)] + 2 * [((kv_heads, tokens, width), store)]
+    query_heads, kv_heads, width, value_width = shape.q.shape[0], shape.k.shape[0], shape.q.shape[2], shape.v.shape[2]
+    layer = [((query_heads, len(positions), width), store), ((kv_heads, tokens, width), store)]
+    if not latent:
+        layer.append(((kv_heads, tokens, value_width), store))
     layer.append(((tokens,), "float32"))  # norms of the layer's input
     if choices.with_wo:
         layer.append((tuple(shape.output_projection().shape), store))
@@ -154,14 +166,17 @@ def capture(
             dtype=compute,
             softmax_scale=shape.scale,
             logit_softcap=shape.softcap,
+            **({"value_is_key": value_width} if latent else {"value_dim": value_width} if value_width != width else {}),
             **({"source_hash": choices.source_hash} if choices.source_hash else {}),
             **({"quantisation": choices.load} if choices.load else {}),
         )
         trace.dataset("/model/layer_index", np.array([call.layer for call in calls], np.int32))
         if rope:
-            trace.attributes("/model/rope", style=rope.style)
+            trace.attributes("/model/rope", style=rope.style, **({"offset": shape.rope_offset} if latent else {}))
             trace.dataset("/model/rope/inv_freq", rope.inv_freq)
             trace.dataset("/model/rope/attention_scaling", rope.attention_scaling)
+        if any(call.sinks is not None for call in calls):
+            trace.dataset("/model/sinks", np.stack([sink_logits(call) for call in calls]))
         trace.attributes("/tokens", prefill=prompt_tokens)
         trace.dataset("/tokens/ids", np.array(ids, np.int32))
         trace.dataset("/tokens/offsets", np.array(offsets, np.int32))
@@ -188,6 +203,9 @@ def capture(
             reference.write(trace)
         windows = [recorder.windows[number] for number in range(len(calls))]
         trace.dataset("/model/sliding_window", np.array(windows, np.int32))
+        if any(recorder.chunks.values()):
+            chunks = [recorder.chunks[number] for number in range(len(calls))]
+            trace.dataset("/model/chunk", np.array(chunks, np.int32))
     assert recorder.worst is not None
     return Captured(
         prompt_tokens,

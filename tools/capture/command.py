@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreplay.capture.model_options import (
     DTYPES,
+    LATENT_QUERIES,
     ModelChoices,
     add_device_options,
     add_model_options,
@@ -44,12 +45,12 @@ EXAMPLES = (
 )
 
 
-def _queries(text: str) -> int | None:
-    """all -> None, last:N -> N."""
+def _queries(text: str) -> int:
+    """The last queries of the prompt; all: more than any prompt has."""
     match = re.fullmatch(r"last:([1-9]\d*)", text)
     if text != "all" and not match:
         raise argparse.ArgumentTypeError(f"expected all or last:N, found {text!r}")
-    return int(match.group(1)) if match else None
+    return int(match.group(1)) if match else sys.maxsize
 
 
 def _layers(text: str) -> Layers:
@@ -119,9 +120,9 @@ def parser() -> Parser:
     add(
         "--queries",
         type=_queries,
-        default="all",
         metavar="all|last:N",
-        help="queries to store: all, or the last N of the prompt and those of the continuation (default: all)",
+        help="queries to store: all, or the last N of the prompt and those of the continuation (default: all; of "
+        f"latent attention, whose queries are long, last:{LATENT_QUERIES})",
     )
     add(
         "--layers",

@@ -49,11 +49,12 @@ def mask_rule(**arguments: Any) -> MaskRule | None:
     return None if made is None else MaskRule(arguments)
 
 
-def causal(queries: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
-    """Causal visibility [...,n,m] of keys at positions [...,m] to queries at positions [n], in a sliding window (0:
-    none)."""
+def causal(queries: torch.Tensor, keys: torch.Tensor, window: int, chunk: int = 0) -> torch.Tensor:
+    """Causal visibility [...,n,m] of keys at positions [...,m] to queries at positions [n], in a sliding window or a
+    chunk (0: none)."""
     t, j = queries[:, None], keys[..., None, :]
-    return (j <= t) & (j > t - window) if window else j <= t
+    seen = (j <= t) & (j > t - window) if window else j <= t
+    return seen & (j >= t // chunk * chunk) if chunk else seen
 
 
 @dataclass(frozen=True)
@@ -77,36 +78,54 @@ class Visibility:
             return self.mask[0, 0, begin:end].to(device)
         return self.causal_rows(begin, end, device, 0)
 
-    def causal_rows(self, begin: int, end: int, device: torch.device, window: int) -> torch.Tensor:
+    def causal_rows(self, begin: int, end: int, device: torch.device, window: int, chunk: int = 0) -> torch.Tensor:
         first_query, first_key = self.tokens - self.queries, self.tokens - self.keys
         positions = torch.arange(first_query + begin, first_query + end, device=device)
-        return causal(positions, torch.arange(first_key, self.tokens, device=device), window)
+        return causal(positions, torch.arange(first_key, self.tokens, device=device), window, chunk)
 
-    def window(self, device: torch.device) -> int | None:
-        """The sliding window; 0: causal without a window; None: something else. Read from sampled blocks of rows."""
+    def rule(self, device: torch.device, chunk: int = 0) -> tuple[int, int] | None:
+        """Sliding window and chunk, of which one is 0: without a window, chunks of the given size are tried. (0, 0):
+        causal; None: something else. Read from sampled blocks of rows."""
         if isinstance(self.mask, torch.Tensor) and (
             self.mask.dtype != torch.bool or self.mask.shape != (1, 1, self.queries, self.keys)
         ):
             return None
         seen_by_last = int(self.rows(self.queries - 1, self.queries, device).sum())
         window = 0 if seen_by_last == self.tokens else seen_by_last
+        for rule in [(window, 0), *([(0, chunk)] if chunk else [])]:
+            if self._follows(device, *rule):
+                return rule
+        return None
+
+    def _follows(self, device: torch.device, window: int, chunk: int) -> bool:
         blocks = -(-self.queries // ROW_BLOCK)
         for block in torch.linspace(0, blocks - 1, min(blocks, SAMPLED_BLOCKS)).round().long().tolist():
             begin, end = block * ROW_BLOCK, min((block + 1) * ROW_BLOCK, self.queries)
-            if not torch.equal(self.rows(begin, end, device), self.causal_rows(begin, end, device, window)):
-                return None
-        return window
+            if not torch.equal(self.rows(begin, end, device), self.causal_rows(begin, end, device, window, chunk)):
+                return False
+        return True
 
 
 def attention_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q [...,n,d] over k, v [...,m,d] under a boolean mask. A softcap makes z into c*tanh(z/c), which sdpa
-    does not."""
-    if not softcap:
+    """Attention of q [...,n,d] over k [...,m,d], v [...,m,dv] under a boolean mask. A softcap makes z into c*tanh(z/c);
+    `sinks` [...,1,1] are logits of one more term of the softmax, which has no value. sdpa has neither."""
+    if not softcap and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
-    logits = softcap * torch.tanh(query.float() @ key.float().transpose(-1, -2) * scale / softcap)
-    return logits.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype) @ value
+    logits = query.float() @ key.float().transpose(-1, -2) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float().expand(*logits.shape[:-1], 1)], -1)
+    return logits.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
 
 
 def attention_in_blocks(
@@ -117,10 +136,11 @@ def attention_in_blocks(
     window: int,
     scale: float,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of q [1,Hq,n,d] over k, v [1,Hkv,m,d], ROW_BLOCK queries at once: [1,n,Hq,d].
+    """Attention of q [1,Hq,n,d] over k [1,Hkv,m,d], v [1,Hkv,m,dv], ROW_BLOCK queries at once: [1,n,Hq,dv].
 
-    Of a window no keys are read that none of a block sees.
+    `sinks` [Hq]: logits of terms without a key. Of a window no keys are read that none of a block sees.
     """
     query_heads, queries, kv_heads = query.shape[1], query.shape[2], key.shape[1]
     group = query_heads // kv_heads
@@ -135,6 +155,7 @@ def attention_in_blocks(
             heads = slice(kv_head * group, (kv_head + 1) * group)
             q = query[:, heads, rows]
             k, v = (x[:, kv_head : kv_head + 1, seen].expand(-1, group, -1, -1) for x in (key, value))
-            block = attention_of(q, k, v, visible[None, None], scale, softcap)
+            logits = None if sinks is None else sinks[heads, None, None]
+            block = attention_of(q, k, v, visible[None, None], scale, softcap, logits)
             output[:, rows, heads] = block.transpose(1, 2)
     return output

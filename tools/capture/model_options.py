@@ -17,6 +17,7 @@ from kvreplay.errors import Error, Refusal
 
 DTYPES = ("float16", "bfloat16", "float32")
 LOADS = ("8bit", "4bit")
+LATENT_QUERIES = 64  # of the prompt, stored by default where queries of latent attention have hundreds of components
 
 
 def _device(text: str) -> str:

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvreplay.capture.masks import MaskRule, Visibility, attention_in_blocks, mask_rule
 from kvreplay.capture.model import decoder
-from kvreplay.capture.refusals import ATTENTION_SINKS, refused
+from kvreplay.capture.refusals import ATTENTION_SINKS, is_sink, refused
 from kvreplay.errors import Error
 
 TOKENS_AT_ONCE = 4096  # whose hidden states are widened to float32
@@ -38,18 +38,37 @@ class LayerCall:
     layer: int  # the model's own number
     module: torch.nn.Module
     begin: int  # position of the first token
-    q: torch.Tensor  # [Hq,n,d], after RoPE and QK norm
-    k: torch.Tensor  # [Hkv,n,d], not repeated to query heads
-    v: torch.Tensor  # [Hkv,n,d]
-    output: torch.Tensor  # [n,Hq,d], before the output projection
+    q: torch.Tensor  # [Hq,n,d], after RoPE and QK norm; of MLA absorbed, in float32
+    k: torch.Tensor  # [Hkv,n,d], not repeated to query heads; of MLA the latent vector and the rotated key
+    v: torch.Tensor  # [Hkv,n,dv]; of MLA the latent vector
+    output: torch.Tensor  # [n,Hq,dv], before the output projection
     scale: float
     softcap: float  # 0: none
     window: int  # 0: none
+    chunk: int  # 0: none
+    sinks: torch.Tensor | None  # [Hq] logits of the term of the softmax that has no key
+    expansion: torch.Tensor | None  # of MLA [Hq,dV,r]: a query head's values are its products with the latent vectors
     input_norm: torch.Tensor | None  # float32 [n], of the layer's input; None: the model does not show it
 
+    @property
+    def rope_offset(self) -> int:
+        """The number of the first component of keys that RoPE rotates."""
+        return 0 if self.expansion is None else self.expansion.shape[2]
+
     def output_projection(self) -> torch.Tensor:
-        """Wo [hidden, Hq*d]."""
-        width = self.q.shape[0] * self.q.shape[2]
+        """Wo [hidden, Hq*dv]; of MLA with the expansion of the values."""
+        if self.expansion is None:
+            return self._projection()[0]
+        by_head = self._projection()[0].float().unflatten(1, self.expansion.shape[:2])
+        return torch.einsum("ohv,hvr->ohr", by_head, self.expansion).flatten(1)
+
+    def projection(self) -> torch.nn.Module:
+        """The module of the output projection."""
+        return self._projection()[1]
+
+    def _projection(self) -> tuple[torch.Tensor, torch.nn.Module]:
+        """The model's own output projection [hidden, Hq*dV], and its module."""
+        width = self.output.shape[1] * self.output.shape[2]
         for name in OUTPUT_PROJECTIONS:
             projection = getattr(self.module, name, None)
             if getattr(projection, "weight", None) is None:
@@ -59,7 +78,7 @@ class LayerCall:
                 continue
             with align_module_device(projection):  # accelerate may have it on disk
                 weight = projection.weight.detach()
-            return weight.T if transposed else weight
+            return (weight.T if transposed else weight), projection
         expected = f"one of {', '.join(OUTPUT_PROJECTIONS)} with {width} inputs"
         raise Error("--with-wo", f"layer {self.layer}: output projection", expected, type(self.module).__name__)
 
@@ -88,14 +107,19 @@ class _Attention:
         self._observer = observer
         self._layers = layers
         self._mask: Any = None  # layers share masks: each is looked at once
-        self._mask_window: int | None = 0
+        self._mask_rule: tuple[int, int] | None = (0, 0)
         self._calls = 0
         self._block: torch.nn.Module | None = None  # the layer under way, and its input
         self._input_norm: torch.Tensor | None = None
+        self._latents: torch.Tensor | None = None  # of MLA [m,r]: what the layer under way expands to keys and values
 
     def enter(self, block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Before a layer is computed."""
         self._block, self._input_norm = block, _token_norms(inputs[0] if inputs else named.get("hidden_states"))
+
+    def expand(self, projection: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before the latent vectors of a layer are expanded to keys and values."""
+        self._latents = inputs[0].reshape(-1, inputs[0].shape[-1])
 
     def __call__(
         self,
@@ -113,40 +137,55 @@ class _Attention:
         self._calls += 1
         declared = rest.get("sliding_window") or getattr(module, "sliding_window", None) or 0
         wanted = self._wants(layer, declared)
-        self._refuse_unknown_terms(layer, module, rest)
+        self._refuse_unknown_terms(layer, module, query.shape[1], rest)
         if wanted:
             self._refuse_shapes(layer, query, key, value)
         is_causal = rest.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         queries = query.shape[2]
         visibility = Visibility.of(attention_mask, queries, key.shape[2])
-        window = self._window(visibility, is_causal, declared, query.device)
-        if window is None and wanted:
-            raise self._unknown_mask(layer, visibility.tokens)
+        rule = self._rule(visibility, is_causal, declared, query.device)
+        if rule is None and wanted:
+            raise refused(self._name, f"layer {layer}: a mask of another kind",
+                          "causal attention, full, in a sliding window or in chunks")  # fmt: skip
+        window, chunk = rule or (0, 0)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        if softcap or attention_mask is not None:
-            output = attention_in_blocks(query, key, value, visibility, window or 0, scale, float(softcap or 0))
+        sinks = rest.get("s_aux")
+        if softcap or sinks is not None or attention_mask is not None:
+            output = attention_in_blocks(query, key, value, visibility, window, scale, float(softcap or 0), sinks)
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **rest)
         if not wanted:
             return output, None
         norm = self._input_norm if self._block is not module else None  # a block that is its own attention has none
-        self._observer(
-            LayerCall(
-                layer,
-                module,
-                visibility.tokens - queries,
-                query[0],
-                key[0, :, -queries:],
-                value[0, :, -queries:],
-                output[0],
-                scale,
-                float(softcap or 0),
-                window or 0,
-                norm,
-            )
-        )
+        q, k, v, expansion = query[0], key[0, :, -queries:], value[0, :, -queries:], None
+        if hasattr(module, "kv_b_proj"):
+            q, k, v, expansion = self._absorbed(layer, module, q, k, v.shape[2])
+        begin = visibility.tokens - queries
+        self._observer(LayerCall(layer, module, begin, q, k, v, output[0], scale, float(softcap or 0), window, chunk,
+                                 sinks, expansion, norm))  # fmt: skip
         return output, None
+
+    def _absorbed(
+        self, layer: int, module: Any, query: torch.Tensor, key: torch.Tensor, value_width: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Multi-head latent attention as attention over latent vectors (DeepSeek-V2, arXiv:2405.04434, section 2.1):
+        queries [Hq,n,r+dR], keys [1,n,r+dR], latent vectors [1,n,r] and the expansion [Hq,dV,r] of the values."""
+        assert self._latents is not None
+        latents = self._latents[-key.shape[1] :]
+        with align_module_device(module.kv_b_proj):
+            weight = module.kv_b_proj.weight.detach()
+        heads, plain = len(query), weight.shape[0] // len(query) - value_width  # dN
+        if weight.shape != (heads * (plain + value_width), latents.shape[1]) or not weight.is_floating_point():
+            raise refused(self._name, f"layer {layer}: latent attention with {tuple(weight.shape)} weights",
+                          "an expansion to keys and values of each query head, without --load")  # fmt: skip
+        rotated = key[:, :, plain:]
+        if not torch.equal(rotated[:1].expand_as(rotated), rotated):
+            raise refused(self._name, f"layer {layer}: rotated keys that differ between heads", "one for all heads")
+        to_key, to_value = weight.float().unflatten(0, (heads, -1)).split([plain, value_width], 1)
+        absorbed = torch.einsum("hnd,hdr->hnr", query[:, :, :plain].float(), to_key)
+        keys = torch.cat([latents, rotated[0]], -1)[None]
+        return torch.cat([absorbed, query[:, :, plain:].float()], -1), keys, latents[None], to_value
 
     def _wants(self, layer: int, declared_window: int) -> bool:
         if self._layers != "full":
@@ -154,40 +193,36 @@ class _Attention:
         kinds = getattr(self._config, "layer_types", None) or ()
         return not declared_window and (layer >= len(kinds) or kinds[layer] not in LOCAL_KINDS)
 
-    def _window(self, visibility: Visibility, is_causal: bool, declared: int, device: torch.device) -> int | None:
-        """The layer's sliding window: from the mask where the mask cuts, else as the layer declares it. None: the mask
-        is neither causal nor a window."""
+    def _rule(
+        self, visibility: Visibility, is_causal: bool, declared: int, device: torch.device
+    ) -> tuple[int, int] | None:
+        """The layer's sliding window and chunk: from the mask where the mask cuts, else the window that the layer
+        declares. None: the mask is of another kind."""
         mask, tokens = visibility.mask, visibility.tokens
         if mask is not None and mask is not self._mask:
-            self._mask, self._mask_window = mask, visibility.window(device)
-        window = (0 if is_causal or tokens == 1 else None) if mask is None else self._mask_window
-        if window is None:
-            return None
+            chunk = getattr(self._config, "attention_chunk_size", None) or 0
+            self._mask, self._mask_rule = mask, visibility.rule(device, chunk)
+        rule = ((0, 0) if is_causal or tokens == 1 else None) if mask is None else self._mask_rule
         # A window no shorter than the text cuts nothing; a shorter one that the mask does not show is not in force.
-        return window or (int(declared) if declared >= tokens > 1 else 0)
+        return (int(declared), 0) if rule == (0, 0) and declared >= tokens > 1 else rule
 
-    def _unknown_mask(self, layer: int, tokens: int) -> Error:
-        chunk = getattr(self._config, "attention_chunk_size", None)
-        if chunk and tokens > chunk:
-            text = f"layer {layer}: chunked attention (attention_chunk_size) over {tokens} tokens"
-            return refused(self._name, text, f"at most {chunk} tokens; shorten the prompt, or use --layers full")
-        return refused(
-            self._name, f"layer {layer}: a mask of another kind", "causal attention, full or in a sliding window"
-        )
-
-    def _refuse_unknown_terms(self, layer: int, module: Any, rest: dict[str, Any]) -> None:
+    def _refuse_unknown_terms(self, layer: int, module: Any, query_heads: int, rest: dict[str, Any]) -> None:
         """Terms of the softmax that the observed attention would leave out."""
-        if rest.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-            raise refused(self._name, f"{ATTENTION_SINKS} (layer {layer})", "a softmax over tokens alone")
+        sinks = rest.get("s_aux")
+        if sinks is None and any(is_sink(name) for name, _ in module.named_parameters()):
+            raise refused(self._name, f"{ATTENTION_SINKS} (layer {layer})", "sink logits in the call of the attention")
+        if sinks is not None and sinks.shape != (query_heads,):
+            found = f"{ATTENTION_SINKS} of shape {tuple(sinks.shape)} (layer {layer})"
+            raise refused(self._name, found, "one logit for each query head")
         if rest.get("position_bias") is not None:
             raise refused(
                 self._name, f"ALiBi or other additive bias (layer {layer})", "logits of queries and keys alone"
             )
 
     def _refuse_shapes(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-            found = f"layer {layer}: query and key {query.shape[-1]}, value {value.shape[-1]} wide"
-            raise refused(self._name, found, "one head dimension for queries, keys and values")
+        if query.shape[-1] != key.shape[-1]:
+            found = f"layer {layer}: query {query.shape[-1]}, key {key.shape[-1]} wide"
+            raise refused(self._name, found, "one head dimension for queries and keys")
         if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
             found = f"layer {layer}: {query.shape[1]} query, {key.shape[1]} key, {value.shape[1]} value heads"
             raise refused(self._name, found, "query heads in equal groups over key/value heads")
@@ -217,5 +252,8 @@ def observed(model: Any, name: str, observer: Callable[[LayerCall], None], layer
     with ExitStack() as hooks:
         for block in blocks(decoder(model)):
             hooks.enter_context(block.register_forward_pre_hook(attention.enter, with_kwargs=True))
+        for module in decoder(model).modules():
+            if hasattr(module, "kv_b_proj"):
+                hooks.enter_context(module.kv_b_proj.register_forward_pre_hook(attention.expand))
         with replaced_attention(model, "kvreplay", attention, mask_rule):
             yield

@@ -18,6 +18,27 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.trace import REAL_TYPES
 
 
+def refuse_gates(model: Any, token: int, calls: Sequence[LayerCall], name: str) -> None:
+    """Rejects layers that change the output of attention before they project it: a stored projection would not say so.
+    `calls`: of this token alone."""
+    projected: dict[int, torch.Tensor] = {}
+    with ExitStack() as hooks:
+        for call in calls:
+
+            def keep(module: Any, inputs: tuple[Any, ...], layer: int = call.layer) -> None:
+                projected[layer] = inputs[0].reshape(-1)
+
+            hooks.enter_context(call.projection().register_forward_pre_hook(keep))
+        with torch.inference_mode():
+            again: list[LayerCall] = []
+            with observed(model, name, again.append, frozenset(call.layer for call in calls)):
+                decoder(model)(input_ids=torch.tensor([[token]], device=input_device(model)), use_cache=False)
+    for call in again:
+        if not torch.equal(call.output.reshape(-1), projected[call.layer]):
+            raise Error("--with-wo", f"layer {call.layer} changes the output of attention before its projection",
+                        "a model without gates, or a trace without --with-wo", "a gate")  # fmt: skip
+
+
 def probe(
     model: Any, name: str, token: int, position: int, layers: Layers = None
 ) -> tuple[list[LayerCall], Rope | None]:
@@ -41,7 +62,7 @@ def probe(
             base(input_ids=ids, position_ids=positions, use_cache=False)
         if not calls and layers is None:
             raise refused(name, NO_INTERFACE, "attention through transformers' AttentionInterface")
-        return [call.k[:, 0].cpu().double().numpy() for call in calls]
+        return [call.k[:, 0, call.rope_offset :].cpu().double().numpy() for call in calls]
 
     with ExitStack() as hooks:
         for module in rotary_modules(base):
@@ -70,11 +91,11 @@ def _refuse_missing_layers(layers: Layers, calls: Sequence[LayerCall]) -> None:
 def _refuse_differences(calls: Sequence[LayerCall], name: str) -> None:
     first = calls[0]
     for call in calls:
-        heads = (first.q.shape[0], first.k.shape[0], first.q.shape[2])
-        found = (call.q.shape[0], call.k.shape[0], call.q.shape[2])
-        if found != heads:
+        heads, found = ((one.q.shape[0], one.k.shape[0], one.k.shape[2], one.v.shape[2]) for one in (first, call))
+        if found != heads or call.rope_offset != first.rope_offset:
             text = "head counts that differ by layer: " + "/".join(map(str, found)) + f" in layer {call.layer}"
-            expected = "/".join(map(str, heads)) + " (query heads/KV heads/dimension); choose equal layers (--layers)"
+            shown = "/".join(map(str, heads))
+            expected = f"{shown} (query heads/KV heads/dimension/of values); choose equal layers (--layers)"
             raise refused(name, text, expected)
         if (call.scale, call.softcap) != (first.scale, first.softcap):
             found_text = f"softmax scale or softcap that differs in layer {call.layer}"

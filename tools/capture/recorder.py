@@ -51,6 +51,7 @@ class Recorder:
     with_wo: bool
     on_call: Callable[[], None]
     windows: dict[int, int] = field(default_factory=dict)
+    chunks: dict[int, int] = field(default_factory=dict)
     worst: Deviation | None = None
 
     def __call__(self, call: LayerCall) -> None:
@@ -64,14 +65,19 @@ class Recorder:
             stored = self.query_positions[first:last] - call.begin
             q = call.q if len(stored) == call.q.shape[1] else call.q[:, torch.from_numpy(stored)]
             self._write(f"{base}/q", first, to_numpy(q, self.store))
-        for name, tensor in (("k", call.k), ("v", call.v)):
-            self._write(f"{base}/{name}", call.begin, to_numpy(tensor, self.store))
+        for name in self._stored(call):
+            self._write(f"{base}/{name}", call.begin, to_numpy(getattr(call, name), self.store))
         if call.input_norm is not None:
             self._write(f"{base}/input_norm", call.begin, to_numpy(call.input_norm, np.dtype(np.float32)))
-        self.windows[number] = call.window
+        self.windows[number], self.chunks[number] = call.window, call.chunk
         self._verify(base, call, self.checked[(self.checked >= first) & (self.checked < last)])
         _return_freed_memory()
         self.on_call()
+
+    @staticmethod
+    def _stored(call: LayerCall) -> str:
+        """Of MLA the keys alone, whose first components are the values."""
+        return "kv" if call.expansion is None else "k"
 
     def _begin(self, base: str, call: LayerCall) -> None:
         """Makes room for all tokens of a layer."""
@@ -79,8 +85,9 @@ class Recorder:
         if queries < self.tokens:
             self.trace.dataset(f"{base}/q_positions", self.query_positions.astype(np.int32))
         self.trace.begin_tensor(f"{base}/q", self.store, (call.q.shape[0], queries, width))
-        for name in "kv":
-            self.trace.begin_tensor(f"{base}/{name}", self.store, (call.k.shape[0], self.tokens, width))
+        for name in self._stored(call):
+            heads, _, components = getattr(call, name).shape
+            self.trace.begin_tensor(f"{base}/{name}", self.store, (heads, self.tokens, components))
         if self.with_wo:
             wo = to_numpy(call.output_projection(), self.store)
             self._require_finite(f"{base}/wo", wo)
@@ -104,21 +111,32 @@ class Recorder:
         compute = REAL_TYPES[str(call.output.dtype).removeprefix("torch.")]
         output = call.output[torch.from_numpy(positions - call.begin)].transpose(0, 1)
         output = to_numpy(output, np.dtype(np.float32))
-        group = call.q.shape[0] // call.k.shape[0]
-        for kv_head in range(call.k.shape[0]):  # mapped anew each: pages of the others are not kept in memory
-            heads = slice(kv_head * group, (kv_head + 1) * group)
+        # Query heads that share keys and values; the values of MLA are those of one query head.
+        group = call.q.shape[0] // call.k.shape[0] if call.expansion is None else 1
+        for first in range(0, call.q.shape[0], group):  # mapped anew each: pages of the others are not kept in memory
+            heads = slice(first, first + group)
+            kv_head = first * call.k.shape[0] // call.q.shape[0]
+            keys = self.trace.read_back(f"{base}/k")[kv_head]
+            if call.expansion is None:
+                values = self.trace.read_back(f"{base}/v")[kv_head]
+            else:
+                expansion = call.expansion[first].cpu().numpy()
+                values = keys[:, : call.rope_offset].astype(np.float32) @ expansion.T
             result = deviation(
                 layer=call.layer,
-                first_head=heads.start,
+                first_head=first,
                 q=self.trace.read_back(f"{base}/q")[heads][:, checked],
-                k=self.trace.read_back(f"{base}/k")[kv_head],
-                v=self.trace.read_back(f"{base}/v")[kv_head],
+                k=keys,
+                v=values,
                 positions=positions,
                 output=output[heads],
                 scale=call.scale,
                 softcap=call.softcap,
                 window=call.window,
+                chunk=call.chunk,
+                sinks=np.full(group, -np.inf) if call.sinks is None else call.sinks[heads].double().cpu().numpy(),
                 compute=compute,
+                absorbed=call.expansion is not None,
             )
             if not result.ratio <= 1:
                 place = f"layer {result.layer}, head {result.head}, query {result.position}"

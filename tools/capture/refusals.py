@@ -27,10 +27,6 @@ def _encoder_decoder(config: Any) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
-def _latent_attention(config: Any) -> bool:
-    return _has(config, "kv_lora_rank")
-
-
 def _additive_bias(config: Any) -> bool:
     always = {"bloom", "mpt"}  # their configurations need not say so
     named = _has(config, "alibi", "use_alibi", "position_bias_num_buckets", "relative_attention_num_buckets")
@@ -52,13 +48,17 @@ class Obstacle:
 
 OBSTACLES = (
     Obstacle("encoder-decoder", "a decoder-only model", _encoder_decoder),
-    Obstacle("multi-head latent attention (MLA)", "separate keys and values for every KV head", _latent_attention),
     Obstacle("ALiBi or other additive bias", "attention logits without additive bias", _additive_bias),
     Obstacle("keys and values shared between layers", "a separate KV cache for every layer", _shared_keys),
 )
 
 ATTENTION_SINKS = "attention sinks"
 NO_INTERFACE = "no attention interface"
+
+
+def is_sink(parameter: str) -> bool:
+    """Whether a parameter of this name has sink logits."""
+    return parameter in ("sinks", "sink", "attention_sink", "attention_sink_bias") or parameter.endswith("_sinks")
 
 
 def refused(model: str, name: str, expected: str) -> Error:
@@ -76,7 +76,3 @@ def refuse_by_structure(model: str, skeleton: Any) -> None:
     """Raises for obstacles that only the modules show; `skeleton` may be without weights."""
     if not skeleton._can_set_attn_implementation():
         raise refused(model, NO_INTERFACE, "attention through transformers' AttentionInterface")
-    for name, _ in skeleton.named_parameters():
-        leaf = name.rsplit(".", 1)[-1]
-        if leaf in ("sinks", "sink", "attention_sink", "attention_sink_bias") or leaf.endswith("_sinks"):
-            raise refused(model, f"{ATTENTION_SINKS} ({name})", "a softmax over tokens alone")

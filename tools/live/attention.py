@@ -29,7 +29,9 @@ class Layer:
     softcap: float  # 0: none
     window: int  # 0: none
     k: torch.Tensor  # [Hkv,P,d], after RoPE
-    v: torch.Tensor  # [Hkv,P,d]
+    v: torch.Tensor  # [Hkv,P,dv]
+    chunk: int = 0  # 0: none
+    sinks: torch.Tensor | None = None  # [Hq] logits of the term of the softmax that has no key
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class MaskedAttention:
         key, value = self._keys(number, key, value)
         layer, queries = self.layers[number], query.shape[2]
         begin = self.begin + key.shape[2] - self._given(number) - queries
-        output = query.new_empty(query.transpose(1, 2).shape)
+        output = query.new_empty((len(query), queries, query.shape[1], value.shape[3]))
         for first in range(0, queries, ROW_BLOCK):
             rows = slice(first, min(first + ROW_BLOCK, queries))
             output[:, rows] = self._rows(number, layer, query[:, :, rows], key, value, begin + first)
@@ -180,11 +182,11 @@ class MaskedAttention:
         batch, query_heads, n, width = query.shape
         positions = torch.arange(first, first + n, device=query.device)
         own = torch.arange(self.begin, self.begin + key.shape[2] - self._given(number), device=query.device)
-        seen = causal(positions, own, layer.window)[None, None]  # [1,1,n,m]
+        seen = causal(positions, own, layer.window, layer.chunk)[None, None]  # [1,1,n,m]
         if number in self.leaves:
             seen = seen & (self.leaves[number][:, :, None, own] >= positions[:, None])
         if held := self.held.get(number):
-            given = causal(positions, held.positions, layer.window)
+            given = causal(positions, held.positions, layer.window, layer.chunk)
             if number in self.reads:
                 given = given.repeat_interleave(query_heads // given.shape[1], 1)
                 given = given & self.reads[number].read(query, held.k)
@@ -195,8 +197,11 @@ class MaskedAttention:
         # The query heads of a key head are rows of one product.
         q = query.reshape(batch, heads, group * n, width)
         seen = seen[:, :, None].expand(-1, -1, group, -1, -1).reshape(*seen.shape[:2], group * n, key.shape[2])
-        output = attention_of(q, key, value, seen, layer.scale, layer.softcap)
-        return output.reshape(batch, query_heads, n, width).transpose(1, 2)
+        sinks = None
+        if layer.sinks is not None:
+            sinks = layer.sinks.repeat_interleave(n).reshape(heads, group * n, 1)
+        output = attention_of(q, key, value, seen, layer.scale, layer.softcap, sinks)
+        return output.reshape(batch, query_heads, n, value.shape[3]).transpose(1, 2)
 
 
 def masked(model: Any, attention: MaskedAttention) -> AbstractContextManager[None]:

@@ -55,7 +55,7 @@ def given_back(layer: Layer, stored: StoredLayer) -> Held:
     kv_heads = len(stored.values)
     heads = max(kv_heads, len(stored.positions), len(stored.keys))
     most = max(1, *(len(row) for row in stored.positions))
-    keys, values = (torch.zeros(heads, most, layer.k.shape[2]) for _ in range(2))
+    keys, values = (torch.zeros(heads, most, x.shape[2]) for x in (layer.k, layer.v))
     tokens, positions = (torch.full((heads, most), NEVER) for _ in range(2))
     for head in range(heads):
         row = head * len(stored.positions) // heads

@@ -243,6 +243,9 @@ class LiveModel:
 
     def _check(self, run_: Run, trace: TraceFacts, ids: np.ndarray) -> bool:
         """Rejects another model than the trace's. Returns whether keys must be compared, since a hash is missing."""
+        if any(hasattr(module, "kv_b_proj") for module in self._model.modules()):
+            raise Error(trace.name, "latent attention cannot be measured in a live model",
+                        "a model that caches keys and values", "/model@value_is_key", Refusal.CAPABILITY)  # fmt: skip
         config = self._model.config.get_text_config()
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         if ids.max() >= vocabulary:

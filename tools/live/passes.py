@@ -50,7 +50,7 @@ def read(model: Any, name: str, ids: Sequence[int], prompt: int) -> Text:
         nonlocal heads
         heads = call.q.shape[0]
         k, v = (x[:, :prompt].clone() for x in (call.k, call.v))
-        layers[call.layer] = Layer(call.scale, call.softcap, call.window, k, v)
+        layers[call.layer] = Layer(call.scale, call.softcap, call.window, k, v, call.chunk, call.sinks)
 
     tokens = torch.tensor(list(ids), dtype=torch.long)
     with torch.inference_mode(), observed(model, name, observe):
