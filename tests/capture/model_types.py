@@ -50,6 +50,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "sliding_window": 24,
 }
+# The same of configurations with latent attention, whose head dimensions are sums of others.
+LATENT: dict[str, int] = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+                          "qk_head_dim": 20, "v_head_dim": 10, "head_dim": 8, "num_key_value_heads": 4}  # fmt: skip
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types")
 # Settings that the sizes above require, by type.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -74,11 +77,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def _tiny(defaults: dict[str, Any]) -> dict[str, Any]:
     """The settings of a default configuration that a tiny model replaces."""
     settings: dict[str, Any] = {}
+    sizes = {**SIZES, **(LATENT if defaults.get("kv_lora_rank") else {})}
     for key, value in defaults.items():
         if isinstance(value, dict) and "model_type" in value:
             settings[key] = {"model_type": value["model_type"], **_tiny(value)}
-        elif key in SIZES and (value is None or isinstance(value, int)):
-            settings[key] = SIZES[key]
+        elif key in sizes and (value is None or isinstance(value, int)):
+            settings[key] = sizes[key]
         elif key in PER_LAYER and value:
             kinds = list(dict.fromkeys(value))
             settings[key] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]

@@ -203,6 +203,8 @@ def capture(
             reference.write(trace)
         windows = [recorder.windows[number] for number in range(len(calls))]
         trace.dataset("/model/sliding_window", np.array(windows, np.int32))
+        if recorder.selects:
+            trace.attributes("/model", visible_block=1)
         if any(recorder.chunks.values()):
             chunks = [recorder.chunks[number] for number in range(len(calls))]
             trace.dataset("/model/chunk", np.array(chunks, np.int32))

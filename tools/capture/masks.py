@@ -25,6 +25,17 @@ class MaskRule:
             return int(self.arguments["cache_position"][0])
         return int(self.arguments["q_offset"])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return torch.bool
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Elements of the whole mask, for models that read it, as sparse attention does."""
+        device = self.arguments.get("device") or self.arguments["cache_position"].device
+        queries = self.arguments.get("q_length") or len(self.arguments["cache_position"])
+        return self.rows(0, queries, device)[None, None][index]
+
     def rows(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
         """Rows [begin, end) of the mask, boolean [end - begin, m]."""
         arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -106,6 +117,13 @@ class Visibility:
         return True
 
 
+def selected_rows(selected: torch.Tensor, begin: int, end: int, keys: int) -> torch.Tensor:
+    """Whether queries [begin, end) select each key, boolean [end - begin, m], from the numbers of these keys."""
+    numbers = selected[begin:end].long()
+    rows = torch.zeros(end - begin, keys + 1, dtype=torch.bool, device=selected.device)
+    return rows.scatter_(-1, torch.where(numbers < 0, keys, numbers), True)[:, :keys]
+
+
 def attention_of(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -137,10 +155,12 @@ def attention_in_blocks(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    selected: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of q [1,Hq,n,d] over k [1,Hkv,m,d], v [1,Hkv,m,dv], ROW_BLOCK queries at once: [1,n,Hq,dv].
 
-    `sinks` [Hq]: logits of terms without a key. Of a window no keys are read that none of a block sees.
+    `sinks` [Hq]: logits of terms without a key. `selected` [n,u]: the numbers of the only keys that a query reads. Of a
+    window no keys are read that none of a block sees.
     """
     query_heads, queries, kv_heads = query.shape[1], query.shape[2], key.shape[1]
     group = query_heads // kv_heads
@@ -150,7 +170,10 @@ def attention_in_blocks(
         rows = slice(begin, min(begin + ROW_BLOCK, queries))
         low = max(0, first_query + begin - window + 1 - first_key) if window else 0
         seen = slice(low, first_query + rows.stop - first_key)
-        visible = visibility.rows(rows.start, rows.stop, query.device)[:, seen]
+        visible = visibility.rows(rows.start, rows.stop, query.device)
+        if selected is not None:
+            visible = visible & selected_rows(selected, rows.start, rows.stop, visible.shape[1])
+        visible = visible[:, seen]
         for kv_head in range(kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             q = query[:, heads, rows]

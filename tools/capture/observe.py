@@ -47,6 +47,7 @@ class LayerCall:
     window: int  # 0: none
     chunk: int  # 0: none
     sinks: torch.Tensor | None  # [Hq] logits of the term of the softmax that has no key
+    selected: torch.Tensor | None  # int [n,u]: the only tokens that a query of sparse attention reads; later ones not
     expansion: torch.Tensor | None  # of MLA [Hq,dV,r]: a query head's values are its products with the latent vectors
     input_norm: torch.Tensor | None  # float32 [n], of the layer's input; None: the model does not show it
 
@@ -151,8 +152,12 @@ class _Attention:
         window, chunk = rule or (0, 0)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sinks = rest.get("s_aux")
-        if softcap or sinks is not None or attention_mask is not None:
-            output = attention_in_blocks(query, key, value, visibility, window, scale, float(softcap or 0), sinks)
+        selected = rest.get("indices")
+        selected = None if selected is None else selected[0]
+        if softcap or sinks is not None or selected is not None or attention_mask is not None:
+            output = attention_in_blocks(
+                query, key, value, visibility, window, scale, float(softcap or 0), sinks, selected
+            )
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **rest)
         if not wanted:
@@ -163,7 +168,7 @@ class _Attention:
             q, k, v, expansion = self._absorbed(layer, module, q, k, v.shape[2])
         begin = visibility.tokens - queries
         self._observer(LayerCall(layer, module, begin, q, k, v, output[0], scale, float(softcap or 0), window, chunk,
-                                 sinks, expansion, norm))  # fmt: skip
+                                 sinks, selected, expansion, norm))  # fmt: skip
         return output, None
 
     def _absorbed(

@@ -53,6 +53,8 @@ class Recorder:
     windows: dict[int, int] = field(default_factory=dict)
     chunks: dict[int, int] = field(default_factory=dict)
     worst: Deviation | None = None
+    selections: dict[int, np.ndarray] = field(default_factory=dict)  # by number, int32 [Tq,T]: ascending, then -1
+    selects: bool = False  # whether a layer has such a dataset
 
     def __call__(self, call: LayerCall) -> None:
         number = self.numbers[call.layer]
@@ -70,7 +72,11 @@ class Recorder:
         if call.input_norm is not None:
             self._write(f"{base}/input_norm", call.begin, to_numpy(call.input_norm, np.dtype(np.float32)))
         self.windows[number], self.chunks[number] = call.window, call.chunk
+        if call.selected is not None and first < last:
+            self._select(number, call, first, self.query_positions[first:last])
         self._verify(base, call, self.checked[(self.checked >= first) & (self.checked < last)])
+        if end == self.tokens and number in self.selections:
+            self._write_selection(base, self.selections.pop(number))
         _return_freed_memory()
         self.on_call()
 
@@ -94,6 +100,24 @@ class Recorder:
             self.trace.dataset(f"{base}/wo", wo)
         if call.input_norm is not None:
             self.trace.begin_tensor(f"{base}/input_norm", np.dtype(np.float32), (self.tokens,))
+
+    def _select(self, number: int, call: LayerCall, first: int, positions: np.ndarray) -> None:
+        """Keeps the tokens that these queries read."""
+        assert call.selected is not None
+        wide = self.selections.setdefault(number, np.full((len(self.query_positions), 0), -1, np.int32))
+        for row, position in enumerate(positions, first):
+            read = np.unique(call.selected[position - call.begin].cpu().numpy())
+            read = read[(read >= 0) & (read <= position)]
+            if len(read) > wide.shape[1]:
+                more = np.full((len(wide), len(read) - wide.shape[1]), -1, np.int32)
+                wide = self.selections[number] = np.concatenate([wide, more], 1)
+            wide[row, : len(read)] = read
+
+    def _write_selection(self, base: str, units: np.ndarray) -> None:
+        """Nothing of a layer whose queries read all tokens that they see."""
+        if ((units >= 0).sum(1) <= self.query_positions).any():
+            self.trace.dataset(f"{base}/visible", units[None])
+            self.selects = True
 
     def _write(self, path: str, begin: int, tensor: np.ndarray) -> None:
         self._require_finite(path, tensor)
@@ -134,6 +158,7 @@ class Recorder:
                 softcap=call.softcap,
                 window=call.window,
                 chunk=call.chunk,
+                selected=None if call.selected is None else call.selected[torch.from_numpy(positions - call.begin)],
                 sinks=np.full(group, -np.inf) if call.sinks is None else call.sinks[heads].double().cpu().numpy(),
                 compute=compute,
                 absorbed=call.expansion is not None,

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import torch
+
+from kvreplay.capture.masks import selected_rows
 
 QUERY_BLOCK = 128
 
@@ -42,19 +45,20 @@ def deviation(
     softcap: float,
     window: int,
     chunk: int,
+    selected: torch.Tensor | None,
     sinks: np.ndarray,
     compute: np.dtype,
     absorbed: bool,
 ) -> Deviation:
-    """The query heads of one KV head, the first of them `first_head`: q [H,n,d] at `positions` [n], k [T,d], v [T,dv]
-    as stored; `sinks` [H]; output [H,n,dv] as the model computed it in `compute`. `absorbed`: of latent attention, v as
-    expanded here.
+    """The query heads of one KV head, the first of them `first_head`: q [H,n,d] at `positions` [n], k [T,d], v
+    [T,dv] as stored; `selected` [n,u]: the only keys that a query reads; `sinks` [H]; output [H,n,dv] as the model
+    computed it in `compute`. `absorbed`: of latent attention, v as expanded here.
 
-    o = sum_j a_j v_j with a = softmax(scale <q,k>), with one more term of the sink logit. The model rounds the weights
-    a and the result to its type: 2u of sum_j a_j |v_j|. Its logits and sums are float32: off by about sqrt(d) u32
-    |q||k| and sqrt(T) u32. Where the stored type is narrower than the model's, q, k and v are rounded once more: |q||k| 2u in
-    a logit, u in a value. Absorbed queries are rounded where the model rounds keys and values that it has expanded: as
-    much once more.
+    o = sum_j a_j v_j with a = softmax(scale <q,k>), with one more term of the sink logit. The model rounds the
+    weights a and the result to its type: 2u of sum_j a_j |v_j|. Its logits and sums are float32: off by about
+    sqrt(d) u32 |q||k| and sqrt(T) u32. Where the stored type is narrower than the model's, q, k and v are rounded
+    once more: |q||k| 2u in a logit, u in a value. Absorbed queries are rounded where the model rounds keys and
+    values that it has expanded: as much once more.
     """
     exact = np.float64 if compute == np.float32 else np.float32
     width, tokens = k.shape[1], k.shape[0]
@@ -72,6 +76,9 @@ def deviation(
         j = np.arange(first, last)[None, :]
         hidden = (j > t) | (j <= t - window) if window else j > t
         hidden |= (j < t // chunk * chunk) if chunk else False
+        if selected is not None:
+            rows = selected_rows(selected, begin, begin + len(t), tokens).cpu().numpy()
+            hidden = hidden | ~rows[:, first:last]
         keys, values = (x[first:last].astype(exact) for x in (k, v))
         longest_key = np.sqrt(np.max(np.einsum("jd,jd->j", keys, keys)))
         for head in range(len(q)):
