@@ -51,14 +51,15 @@ LayerValues without_heads(double layer) {
   return values;
 }
 
-/// Row l of the values, of `rows` rows if the metric has any: a coarser one stands for those that share it. The matrix
-/// is made when its first layer is known.
-void set_layer(Values& values, const LayerValues& of_layer, int rows, int stored_layer, int layers) {
+/// Row l of the values, where the layer has `rows` rows if the metric has any: a coarser one stands for those that
+/// share it. The matrix is made when its first layer is known, for `most` rows.
+void set_row(Values& values, const LayerValues& of_layer, int rows, int most, int stored_layer, int layers) {
   const int own = static_cast<int>(of_layer.heads.size());
-  const int heads = own == 0 ? 0 : rows;
-  if (values.empty()) values = Values(layers + 1, heads + 1, undefined);
-  for (int h = 0; h < heads; ++h) values(stored_layer, h) = of_layer.heads[static_cast<std::size_t>(h / (heads / own))];
-  values(stored_layer, heads) = of_layer.layer;
+  const int columns = own == 0 ? 0 : most;
+  if (values.empty()) values = Values(layers + 1, columns + 1, undefined);
+  for (int h = 0; own > 0 && h < rows; ++h)
+    values(stored_layer, h) = of_layer.heads[static_cast<std::size_t>(h / (rows / own))];
+  values(stored_layer, columns) = of_layer.layer;
 }
 
 /// The row of all layers, from those of the treated ones.
@@ -90,13 +91,15 @@ LayerValues pooled(std::span<const double> parts, std::span<const double> wholes
 }
 
 /// [L+1, Hq+1] from the functions' reductions [treated, Hq] over the eval queries.
-Values values_by_head(std::span<const Matrix> functions, std::span<const int> treated, int layers) {
+Values values_by_head(std::span<const Matrix> functions, std::span<const int> treated, const TraceHeader& header) {
   Values values;
   for (int l = 0; l < functions.front().rows(); ++l) {
-    const std::span<const double> heads = functions.front().row(l);
-    set_layer(values,
-              functions.size() == 1 ? mean_of_heads({heads.begin(), heads.end()}) : pooled(heads, functions[1].row(l)),
-              functions.front().columns(), treated[static_cast<std::size_t>(l)], layers);
+    const int stored_layer = treated[static_cast<std::size_t>(l)], own = header.shape(stored_layer).query_heads;
+    const auto of_heads = [&](const Matrix& function) { return function.row(l).first(static_cast<std::size_t>(own)); };
+    const std::span<const double> heads = of_heads(functions.front());
+    set_row(values,
+            functions.size() == 1 ? mean_of_heads({heads.begin(), heads.end()}) : pooled(heads, of_heads(functions[1])),
+            own, functions.front().columns(), stored_layer, header.layers);
   }
   set_all_layers(values, treated, mean);
   return values;
@@ -140,13 +143,13 @@ MomentMeans means_of(const Wanted& wanted, const Conditions& conditions, int que
 
 template <class Of>
 void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans& means, const Conditions& conditions,
-                int layers) {
+                const TraceHeader& header) {
   std::size_t next = 0;
   for (const MetricName& name : wanted.metrics) {
     std::vector<Matrix> functions;
     for (std::size_t count = functions_of<Of>(name).size(); count > 0; --count)
       functions.push_back(means.means(next++));
-    if (!functions.empty()) values[name] = values_by_head(functions, conditions.layers, layers);
+    if (!functions.empty()) values[name] = values_by_head(functions, conditions.layers, header);
   }
 }
 
@@ -213,6 +216,7 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
                          WantedOfTrace of_trace, std::function<void(double, int)> heard)
     : trace_(trace),
       conditions_(conditions),
+      largest_(trace.header().largest_shape(conditions.layers)),
       wanted_(std::move(wanted)),
       of_trace_(std::move(of_trace)),
       heard_(std::move(heard)),
@@ -221,8 +225,8 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
   const TraceHeader& header = trace.header();
   const AtQuery recall{measure_as<OfMoments>({"attention_recall", ""})->from_moments};
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
-    means_.push_back(means_of<OfMoments>(wanted_[c], conditions, header.query_heads));
-    recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), header.query_heads,
+    means_.push_back(means_of<OfMoments>(wanted_[c], conditions, largest_.query_heads));
+    recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), largest_.query_heads,
                          conditions.eval_queries.size());
     projected_.emplace_back();
     for (const MetricName& name : wanted_[c].metrics)
@@ -235,7 +239,15 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
     trace_result_.tokens[name] = undefined_tokens(header.layers, 1, conditions.boundary);
   if (of_trace_.eval_attention) trace_result_.eval_attention = undefined_tokens(header.layers, 1, conditions.boundary);
   if (of_trace_.eval_attention_by_head)
-    trace_result_.eval_attention_by_head = undefined_tokens(header.layers, header.query_heads, conditions.boundary);
+    trace_result_.eval_attention_by_head = undefined_tokens(header.layers, largest_.query_heads, conditions.boundary);
+}
+
+Measurement::Rows Measurement::rows(const LayerView& view, Heads heads) const {
+  return {view.rows(heads), rows_of(heads, largest_.query_heads, largest_.kv_heads)};
+}
+
+void Measurement::set_layer(Values& values, const LayerValues& of_layer, Rows rows, int stored_layer) const {
+  set_row(values, of_layer, rows.own, rows.most, stored_layer, trace_.header().layers);
 }
 
 void Measurement::layer(const LayerView& view, Backend& backend) {
@@ -243,7 +255,7 @@ void Measurement::layer(const LayerView& view, Backend& backend) {
   for (const MetricName& name : of_trace_.metrics) {
     const std::vector<double> tokens = measure_as<OfTrace>(name)->measure(view, backend);
     copy_as_float(tokens, row_of(trace_result_.tokens[name], 1, prompt, view.stored_layer(), 0));
-    set_layer(trace_result_.values[name], without_heads(mean(tokens)), 1, view.stored_layer(), trace_.header().layers);
+    set_layer(trace_result_.values[name], without_heads(mean(tokens)), {}, view.stored_layer());
   }
   if (of_trace_.eval_attention) {
     const Matrix& sums = view.eval_attention();
@@ -256,7 +268,7 @@ void Measurement::layer(const LayerView& view, Backend& backend) {
   }
   if (of_trace_.eval_attention_by_head)
     for (int head = 0; head < view.query_heads(); ++head)
-      copy_as_float(view.eval_attention().row(head), row_of(trace_result_.eval_attention_by_head, view.query_heads(),
+      copy_as_float(view.eval_attention().row(head), row_of(trace_result_.eval_attention_by_head, largest_.query_heads,
                                                             prompt, view.stored_layer(), head));
 }
 
@@ -268,9 +280,10 @@ void Measurement::scored(const LayerView& view, int cell, const Matrix& scores) 
   const std::size_t c = static_cast<std::size_t>(cell);
   if (!wanted_[c].scores || scores.empty()) return;
   std::vector<float>& all = results_[c].scores;
-  if (all.empty()) all = undefined_tokens(trace_.header().layers, scores.rows(), view.prompt());
+  const int most = rows(view, wanted_[c].heads).most;
+  if (all.empty()) all = undefined_tokens(trace_.header().layers, most, view.prompt());
   for (int row = 0; row < scores.rows(); ++row)
-    copy_as_float(scores.row(row), row_of(all, scores.rows(), view.prompt(), view.stored_layer(), row));
+    copy_as_float(scores.row(row), row_of(all, most, view.prompt(), view.stored_layer(), row));
 }
 
 void Measurement::selected(const LayerView& view, int cell, const LayerSelection& selection, const StoredLayer* stored,
@@ -281,19 +294,17 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
   result.selections[l] = selection;
   result.seconds[l] = seconds;
   const LayerFacts facts{view, selection, stored};
-  const int rows = wanted_[c].rows, layers = trace_.header().layers;
+  const int layer = view.stored_layer();
   for (const MetricName& name : wanted_[c].metrics) {
     if (const auto* of = measure_as<OfLayer>(name))
-      set_layer(result.values[name], of->measure(facts), rows, view.stored_layer(), layers);
+      set_layer(result.values[name], of->measure(facts), rows(view, wanted_[c].heads), layer);
     if (measure_as<OfBestSet>(name) != nullptr)
-      set_layer(result.values[name], recall_of_best_set(view, selection), view.query_heads(), view.stored_layer(),
-                layers);
+      set_layer(result.values[name], recall_of_best_set(view, selection), rows(view, Heads::query), layer);
     if (const auto* of = measure_as<OfEvalAttention>(name))
-      set_layer(result.values[name], mean_of_heads(of->measure(facts)), view.query_heads(), view.stored_layer(),
-                layers);
+      set_layer(result.values[name], mean_of_heads(of->measure(facts)), rows(view, Heads::query), layer);
     if (const auto* of = measure_as<OfSpan>(name))
       if (const Span* span = span_of(name, trace_.header().spans))
-        set_layer(result.values[name], without_heads(of->measure(facts, *span)), rows, view.stored_layer(), layers);
+        set_layer(result.values[name], without_heads(of->measure(facts, *span)), {}, layer);
   }
   if (wanted_[c].moments() && !selection.differs_by_query()) expected_[c][l] = expecting(view).of(selection.set);
 }
@@ -429,13 +440,13 @@ CellResult Measurement::take_cell(int cell) {
   if (!result.error.empty()) return result;
   for (const auto& [name, sums] : projected_[c])
     for (std::size_t l = 0; l < sums.size(); ++l)
-      set_layer(result.values[name], without_heads(sums[l] / static_cast<double>(conditions_.eval_queries.size())),
-                wanted.rows, conditions_.layers[l], trace_.header().layers);
+      set_layer(result.values[name], without_heads(sums[l] / static_cast<double>(conditions_.eval_queries.size())), {},
+                conditions_.layers[l]);
   for (auto& [name, values] : result.values) {
     const auto* of = measure_as<OfLayer>(name);
     set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
   }
-  if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header().layers);
+  if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header());
   for (const MetricName& name : wanted.metrics) {
     if (const auto* of = measure_as<OfCell>(name)) result.values[name] = single(of->measure(result.selections));
     if (const auto* of = measure_as<OfSpanInAllLayers>(name))
@@ -457,7 +468,8 @@ AllQueriesMeasurement::AllQueriesMeasurement(const Trace& trace, const Condition
                                              std::vector<Wanted> wanted, std::function<void(double, int)> heard)
     : trace_(trace), conditions_(conditions), wanted_(std::move(wanted)), heard_(std::move(heard)) {
   for (const Wanted& of_cell : wanted_)
-    means_.push_back(means_of<OfAllQueries>(of_cell, conditions, trace.header().query_heads));
+    means_.push_back(
+        means_of<OfAllQueries>(of_cell, conditions, trace.header().largest_shape(conditions.layers).query_heads));
 }
 
 void AllQueriesMeasurement::compared(const LayerView&, int cell, int, int, std::span<const Comparison> comparisons) {
@@ -477,7 +489,7 @@ void AllQueriesMeasurement::layer_done(const LayerView& view, int walk, int walk
 ValuesByMetric AllQueriesMeasurement::take_cell(int cell) const {
   const std::size_t c = static_cast<std::size_t>(cell);
   ValuesByMetric values;
-  add_values<OfAllQueries>(values, wanted_[c], means_[c], conditions_, trace_.header().layers);
+  add_values<OfAllQueries>(values, wanted_[c], means_[c], conditions_, trace_.header());
   return values;
 }
 

@@ -16,7 +16,7 @@ namespace kvreplay {
 
 /// Values of one metric and variant: [L+1, H+1] over the layers of the trace and the rows or query heads that the
 /// metric has (H = 0: none). The last row is all layers, the last column all heads. NaN: undefined, or a layer that is
-/// not treated. [1, 1]: of the whole cell only.
+/// not treated, or a head that a layer does not have. [1, 1]: of the whole cell only.
 using Values = Matrix;
 using ValuesByMetric = std::map<MetricName, Values>;
 
@@ -25,7 +25,7 @@ struct Wanted {
   std::vector<MetricName> metrics;  // spelled out by metrics_of_trace
   int budget = 0;                   // tokens; 0: none is held against the cell
   bool scores = false;
-  int rows = 1;  // of the finest granularity of its layers
+  Heads heads = Heads::layer;  // the finest granularity of its layers
 
   /// What its metrics read of the moments of the eval queries, or of those of all queries; none: nothing.
   std::optional<MomentParts> moments() const;
@@ -101,6 +101,13 @@ class Measurement final : public Sink {
   TraceResult take_trace();
 
  private:
+  /// Rows of a granularity in one layer, and in the layer that has most.
+  struct Rows {
+    int own = 0;
+    int most = 0;
+  };
+  Rows rows(const LayerView& view, Heads heads) const;
+  void set_layer(Values& values, const LayerValues& of_layer, Rows rows, int stored_layer) const;
   void note(int cell, std::optional<Violation> violation, const LayerView& view, int head);
   RecallByAttention& expecting(const LayerView& view);
   void add_projected(const LayerView& view, std::span<const int> cells, int first, int count,
@@ -109,6 +116,7 @@ class Measurement final : public Sink {
 
   const Trace& trace_;
   const Conditions& conditions_;
+  const LayerShape largest_;  // of the treated layers
   std::vector<Wanted> wanted_;
   WantedOfTrace of_trace_;
   std::function<void(double, int)> heard_;

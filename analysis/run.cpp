@@ -158,9 +158,19 @@ TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Condit
   facts.prompt = header.prefill;
   facts.tokens = header.tokens();
   facts.layers = header.layers;
-  facts.query_heads = header.query_heads;
-  facts.kv_heads = header.kv_heads;
-  facts.head_dim = header.head_dim;
+  const LayerShape largest = header.largest_shape(conditions.layers);
+  facts.query_heads = largest.query_heads;
+  facts.kv_heads = largest.kv_heads;
+  facts.head_dim = largest.key_dim;
+  const auto has_all_heads = [&](int layer) {
+    const LayerShape shape = header.shape(layer);
+    return shape.query_heads == largest.query_heads && shape.kv_heads == largest.kv_heads;
+  };
+  if (!std::ranges::all_of(conditions.layers, has_all_heads))
+    for (int l = 0; l < header.layers; ++l) {
+      facts.layer_query_heads.push_back(header.shape(l).query_heads);
+      facts.layer_kv_heads.push_back(header.shape(l).kv_heads);
+    }
   facts.eval = request.eval;
   facts.boundary = conditions.boundary;
   facts.n_queries = static_cast<int>(conditions.eval_queries.size());
@@ -215,18 +225,12 @@ std::vector<MetricName> without(const std::vector<MetricName>& wanted, const Val
 }
 
 /// The finest granularity of all layers.
-struct Granularity {
-  Heads heads = Heads::layer;
-  int rows = 1;
-};
-
-Granularity finest(std::span<const LayerPlan> plans, const TraceRecord& trace) {
-  Granularity found;
+Heads finest(std::span<const LayerPlan> plans, const TraceRecord& trace) {
+  const auto rows = [&](Heads heads) { return rows_of(heads, trace.query_heads, trace.kv_heads); };
+  Heads found = Heads::layer;
   for (const LayerPlan& of_range : plans) {
     const Heads heads = of_range.plan.grouping.heads;
-    if (const int rows = rows_of(heads, trace.query_heads, trace.kv_heads);
-        rows > found.rows || found.heads == Heads::layer)
-      found = {heads, rows};
+    if (rows(heads) > rows(found) || found == Heads::layer) found = heads;
   }
   return found;
 }
@@ -280,7 +284,7 @@ void add_cell(TraceWork& work, const Trace& trace, const RunRequest& request, co
   CellWork cell{.facts = candidate.facts, .policy = policy, .wanted = wanted};
   CellRecord& facts = cell.facts;
   const std::vector<LayerPlan> plans = policy.plans(static_cast<int>(work.conditions.layers.size()));
-  facts.heads = word(finest(plans, work.facts).heads);
+  facts.heads = word(finest(plans, work.facts));
   facts.own_memory = !have_budget(plans);
   facts.keeps_all_changed = std::ranges::all_of(plans, [](const LayerPlan& of_range) {
     return of_range.plan.allocate->keeps_everything && of_range.plan.store->changes_tokens();
@@ -537,7 +541,7 @@ Batch batch(TraceWork& work, const RunRequest& request) {
     const std::vector<LayerPlan> plans = cell.policy.plans(static_cast<int>(work.conditions.layers.size()));
     const bool scores = request.save_scores || (earlier != nullptr && earlier->has_scores);
     const Wanted wanted{cell.missing, cell.facts.own_memory ? 0 : cell.facts.budget_tokens,
-                        scores && saves_scores(plans), finest(plans, work.facts).rows};
+                        scores && saves_scores(plans), finest(plans, work.facts)};
     Cell made{.policy = cell.policy,
               .budget = cell.facts.budget_tokens,
               .of_seen = share_of_seen(cell.facts),

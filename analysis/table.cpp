@@ -196,7 +196,9 @@ std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
   std::vector<std::string> pieces{
       trace.name, fmt::format("prompt {}{} + continuation {} tokens", trace.prompt, first, trace.tokens - trace.prompt),
       fmt::format("{} layers{}", treated, left_out),
-      fmt::format("{} query / {} KV heads", trace.query_heads, trace.kv_heads), trace.dtype};
+      fmt::format("{}{} query / {} KV heads", trace.has_equal_heads() ? "" : "up to ", trace.query_heads,
+                  trace.kv_heads),
+      trace.dtype};
   if (trace.synthetic) pieces.emplace_back("synthetic");
   pieces.emplace_back("OPEN LOOP");
   return wrapped("trace", pieces, "   ", layout.width, 9);

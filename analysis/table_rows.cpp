@@ -215,8 +215,9 @@ std::string short_duration(double seconds) {
 }
 
 std::string heads_text(const PolicyRow& row, const TraceRecord& trace) {
-  return row.facts->heads == "query" ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads))
-                                     : row.facts->heads;
+  return row.facts->heads == "query" && trace.has_equal_heads()
+             ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads))
+             : row.facts->heads;
 }
 
 void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics) {

@@ -167,6 +167,23 @@ void write_conditions(Group& group, const TraceRecord& trace) {
   group.set_attribute("numerics", std::int64_t{trace.numerics});
   set_numbers(group, "treated", trace.treated);
   set_numbers(group, "layer_index", trace.layer_index);
+  if (trace.has_equal_heads()) return;
+  set_numbers(group, "layer_query_heads", trace.layer_query_heads);
+  set_numbers(group, "layer_kv_heads", trace.layer_kv_heads);
+}
+
+void check_layer_heads(const Group& group, const TraceRecord& trace) {
+  for (const auto& [name, numbers] :
+       {std::pair{"layer_query_heads", &trace.layer_query_heads}, std::pair{"layer_kv_heads", &trace.layer_kv_heads}})
+    if (numbers->size() != index(trace.layers))
+      throw Error{Refusal::input, group.where(name), "layers", std::to_string(trace.layers),
+                  std::to_string(numbers->size())};
+  for (const int layer : trace.treated) {
+    const int query_heads = trace.rows(Heads::query, layer), kv_heads = trace.rows(Heads::kv, layer);
+    if (kv_heads < 1 || kv_heads > trace.kv_heads || query_heads > trace.query_heads || query_heads % kv_heads != 0)
+      throw Error{Refusal::input, group.where("layer_kv_heads"), fmt::format("heads of layer {}", layer),
+                  fmt::format("at most {}, a divisor of the query heads", trace.kv_heads), std::to_string(kv_heads)};
+  }
 }
 
 /// What the rest of a file of cells is read by.
@@ -181,9 +198,10 @@ void check_conditions(const Group& group, const TraceRecord& trace) {
   if (trace.boundary > trace.tokens)
     throw Error{Refusal::input, group.where("boundary"), "range", fmt::format("1..{}", trace.tokens),
                 std::to_string(trace.boundary)};
-  if (trace.query_heads % trace.kv_heads != 0)
+  if (trace.has_equal_heads() && trace.query_heads % trace.kv_heads != 0)
     throw Error{Refusal::input, group.where("query_heads"), "heads", fmt::format("a multiple of {}", trace.kv_heads),
                 std::to_string(trace.query_heads)};
+  if (!trace.has_equal_heads()) check_layer_heads(group, trace);
 }
 
 /// An array of the trace that need not be there.
@@ -202,6 +220,10 @@ TraceRecord read_conditions(const Group& group, const std::string& name) {
   trace.numerics = count(group, "numerics", 0);
   trace.treated = numbers_of(group, "treated");
   trace.layer_index = numbers_of(group, "layer_index");
+  if (group.has_attribute("layer_query_heads")) {
+    trace.layer_query_heads = numbers_of(group, "layer_query_heads");
+    trace.layer_kv_heads = numbers_of(group, "layer_kv_heads");
+  }
   check_conditions(group, trace);
   const hsize_t layers = extent(trace.layers), heads = extent(trace.query_heads), prompt = extent(trace.boundary);
   trace.has_eval_attention = has_array(group, "eval_attention", {layers, prompt});
@@ -259,8 +281,11 @@ std::vector<CellSeconds> read_seconds(const Group& group, const std::string& id,
 /// The sets of a cell, [L, H] each, H the rows of the finest of them. Layers that are not treated have empty rows, and
 /// so has a cell that keeps all tokens.
 void write_selection(Group group, const CellRecord& cell, const CellResult& made, const TraceRecord& trace) {
-  const KeptSet& finest = std::ranges::max(made.selections, {}, [](const auto& of) { return of.set.rows(); }).set;
-  const std::size_t rows = index(finest.rows()), all_rows = index(trace.layers) * rows, tokens = index(trace.tokens);
+  const Heads finest = std::ranges::max_element(made.selections, {}, [&](const LayerSelection& of) {
+                         return trace.most_rows(of.set.heads());
+                       })->set.heads();
+  const std::size_t rows = index(trace.most_rows(finest)), all_rows = index(trace.layers) * rows,
+                    tokens = index(trace.tokens);
   std::vector<std::int64_t> offsets(all_rows + 1);
   std::vector<std::int32_t> positions, slots, evicted_at, sources(index(trace.layers), -1), budget(all_rows),
       sinks(all_rows), recent(all_rows);
@@ -271,9 +296,10 @@ void write_selection(Group group, const CellRecord& cell, const CellResult& made
     const LayerSelection& selection = made.selections[l];
     sources[layer] = trace.treated[index(selection.source)];
     granularities.push_back(word(selection.set.heads()));
-    differ = differ || selection.set.heads() != finest.heads();
-    for (std::size_t row = 0; row < rows; ++row) {
-      const std::size_t r = layer * rows + row, own = row * index(selection.set.rows()) / rows;
+    differ = differ || selection.set.heads() != finest;
+    const std::size_t rows_here = index(trace.rows(finest, trace.treated[l]));
+    for (std::size_t row = 0; row < rows_here; ++row) {
+      const std::size_t r = layer * rows + row, own = row * index(selection.set.rows()) / rows_here;
       const int own_row = static_cast<int>(own);
       if (!cell.keeps_all_changed) {
         std::ranges::copy(selection.set.positions(own_row), std::back_inserter(positions));
@@ -288,7 +314,7 @@ void write_selection(Group group, const CellRecord& cell, const CellResult& made
       std::ranges::copy(selection.evicted_of(own_row), evicted_at.begin() + static_cast<std::ptrdiff_t>(r * tokens));
     }
   }
-  // Rows of layers that are not treated end where they begin.
+  // Rows of layers that are not treated, or have fewer heads, end where they begin.
   for (std::size_t r = 0; r < all_rows; ++r) offsets[r + 1] = std::max(offsets[r], offsets[r + 1]);
   group.write("offsets", offsets);
   group.write("positions", positions);
@@ -397,8 +423,7 @@ std::vector<Heads> read_layer_heads(const Group& group, Heads finest, const Trac
                 std::to_string(pieces.size())};
   for (std::size_t l = 0; l < pieces.size(); ++l) {
     of_layers[l] = heads_of(pieces[l]);
-    if (pieces[l] != word(of_layers[l]) ||
-        rows_of(of_layers[l], trace.query_heads, trace.kv_heads) > rows_of(finest, trace.query_heads, trace.kv_heads))
+    if (pieces[l] != word(of_layers[l]) || trace.most_rows(of_layers[l]) > trace.most_rows(finest))
       throw Error{Refusal::input, group.where("layer_heads"), "heads", "kv, query or layer, no finer than heads", text};
   }
   return of_layers;
@@ -421,6 +446,11 @@ void check_positions(const Group& group, std::span<const std::int64_t> offsets, 
 }
 
 }  // namespace
+
+int TraceRecord::rows(Heads heads, int layer) const {
+  if (has_equal_heads()) return most_rows(heads);
+  return rows_of(heads, layer_query_heads[index(layer)], layer_kv_heads[index(layer)]);
+}
 
 double CellRecord::value(const MetricName& name) const {
   const auto found = values.find(name);
@@ -510,7 +540,7 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
   const File file = File::open(path);
   const Group group = file.group("cells").group(id);
   const Heads finest = read_heads(group);
-  const std::size_t rows = index(rows_of(finest, trace.query_heads, trace.kv_heads)), tokens = index(trace.tokens);
+  const std::size_t rows = index(trace.most_rows(finest)), tokens = index(trace.tokens);
   const hsize_t layers = extent(trace.layers);
   const auto numbers = [&](const char* name, const Shape& shape) {
     return read_shaped<std::int32_t>(group, name, shape);
@@ -531,8 +561,9 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
   std::vector<LayerSelection> selections;
   for (const Heads heads : read_layer_heads(group, finest, trace)) {
     const int layer = trace.treated[selections.size()];
-    LayerSelection& selection = selections.emplace_back(LayerSelection{
-        KeptSet(heads, rows_of(heads, trace.query_heads, trace.kv_heads), trace.boundary), {}, {}, {}, 0, {}, {}});
+    const std::size_t rows_here = index(trace.rows(finest, layer));
+    LayerSelection& selection = selections.emplace_back(
+        LayerSelection{KeptSet(heads, trace.rows(heads, layer), trace.boundary), {}, {}, {}, 0, {}, {}});
     const auto refuse = [&](const char* dataset, const std::string& what, const std::string& expected,
                             const auto& found) {
       throw Error{Refusal::input, group.where() + "/" + dataset, fmt::format("{} of layer {}", what, layer), expected,
@@ -543,7 +574,7 @@ std::vector<LayerSelection> read_selections(const std::filesystem::path& path, c
     selection.source = static_cast<int>(source - trace.treated.begin());
     for (int row = 0; row < selection.set.rows(); ++row) {
       // Rows of the finest granularity that share a set are equal.
-      const std::size_t r = index(layer) * rows + index(row) * rows / index(selection.set.rows());
+      const std::size_t r = index(layer) * rows + index(row) * rows_here / index(selection.set.rows());
       const auto of_row = [&](const std::vector<std::int32_t>& all) {
         return std::span(all).subspan(index64(offsets[r]), index64(offsets[r + 1] - offsets[r]));
       };

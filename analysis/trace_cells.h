@@ -11,7 +11,9 @@
 //                   metric,variant,rows,columns. /values/trace: values of the trace itself
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 //
-// H is the finest granularity of the cell's layers; attribute layer_heads where they differ. Attribute sets="all":
+// H is the finest granularity of the cell's layers, as many rows as the layer with most has; other layers have empty
+// rows behind their own. Attribute layer_heads where layers differ in granularity; attributes layer_query_heads and
+// layer_kv_heads of the trace, [L], where they differ in heads. Attribute sets="all":
 // every token is kept, and changed; there are no rows.
 #pragma once
 
@@ -37,9 +39,11 @@ struct TraceRecord {
   int prompt = 0;  // as captured; `boundary` tokens of it are under compression
   int tokens = 0;
   int layers = 0;
-  int query_heads = 0;
+  int query_heads = 0;  // these three: the largest of a treated layer
   int kv_heads = 0;
   int head_dim = 0;
+  std::vector<int> layer_query_heads = {};  // [L], and [L]; both empty: all treated layers have the same heads
+  std::vector<int> layer_kv_heads = {};
 
   std::string eval = {};  // as asked for
   int boundary = 0;
@@ -62,6 +66,10 @@ struct TraceRecord {
   std::string error = {};                            // the whole trace failed
 
   int continuation() const { return tokens - boundary; }
+  bool has_equal_heads() const { return layer_query_heads.empty(); }
+  /// Rows of a granularity in a stored layer, and in the layer that has most.
+  int rows(Heads heads, int layer) const;
+  int most_rows(Heads heads) const { return rows_of(heads, query_heads, kv_heads); }
 };
 
 enum class CellState {

@@ -1,5 +1,6 @@
 // Jaccard similarity |A ∩ B| / |A ∪ B| of the kept sets of two layers, or of two heads of a layer.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -25,8 +26,9 @@ double jaccard(const Compared& ours, int our_row, const Compared& theirs, int th
   return either == 0 ? 1.0 : static_cast<double>(common) / either;
 }
 
-/// Mean over rows.
+/// Mean over rows; undefined for layers with different numbers of rows.
 double jaccard(const Compared& ours, const Compared& theirs) {
+  if (ours.set.rows() != theirs.set.rows()) return std::numeric_limits<double>::quiet_NaN();
   double total = 0;
   for (int row = 0; row < ours.set.rows(); ++row) total += jaccard(ours, row, theirs, row);
   return total / ours.set.rows();
@@ -51,8 +53,11 @@ std::vector<Compared> compared(std::span<const LayerSelection> layers) {
   const KeptSet& finest =
       std::ranges::max_element(layers, {}, [](const LayerSelection& l) { return l.set.rows(); })->set;
   std::vector<Compared> sets;
-  for (const LayerSelection& layer : layers)
-    sets.push_back(with_counts(rows_of(set_of(layer).refined(finest.heads(), finest.rows()))));
+  for (const LayerSelection& layer : layers) {
+    const KeptSet set = set_of(layer);
+    const bool divides = finest.rows() % set.rows() == 0;  // layers may differ in heads
+    sets.push_back(with_counts(rows_of(divides ? set.refined(finest.heads(), finest.rows()) : set)));
+  }
   return sets;
 }
 
@@ -69,11 +74,15 @@ Matrix matrix(std::span<const LayerSelection> layers) {
 
 template <KeptSet (*set_of)(const LayerSelection&), KeptSet (*rows_of)(const KeptSet&)>
 double adjacent(std::span<const LayerSelection> layers) {
-  if (layers.size() < 2) return std::numeric_limits<double>::quiet_NaN();
   const std::vector<Compared> sets = compared<set_of, rows_of>(layers);
-  double total = 0;
-  for (std::size_t l = 1; l < sets.size(); ++l) total += jaccard(sets[l - 1], sets[l]);
-  return total / static_cast<double>(sets.size() - 1);
+  double total = 0, pairs = 0;
+  for (std::size_t l = 1; l < sets.size(); ++l) {
+    const double similarity = jaccard(sets[l - 1], sets[l]);
+    if (std::isnan(similarity)) continue;
+    total += similarity;
+    ++pairs;
+  }
+  return pairs > 0 ? total / pairs : std::numeric_limits<double>::quiet_NaN();
 }
 
 /// Mean over the pairs of rows of a layer.
@@ -134,7 +143,8 @@ const RegisteredMetric jaccard_adjacent_metric{{
     .unit = "share",
     .formula = "mean over l of J(l,l+1); independent uniformly random sets with a kept share f give f / (2 - f)",
     .source = "ChunkKV, Table 3",
-    .edges = std::string(edges) + "; undefined with a single layer",
+    .edges = std::string(edges) + "; without the pairs of layers with different numbers of rows, except on unions and "
+                                  "head 0; undefined without a pair",
     .variants = readings<OfCell, Neighbours>(),
 }};
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -30,16 +31,16 @@ double seconds_of(Call call) {
 }  // namespace
 
 struct CallSeconds::Sample {
-  explicit Sample(const TraceHeader& header) {
+  explicit Sample(const LayerShape& shape) {
     const auto fill = [&](std::vector<float>& values, int heads, int dim, std::uint64_t tag) {
       values.resize(static_cast<std::size_t>(heads) * sample_tokens * static_cast<std::size_t>(dim));
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(uniform(chain(tag, i))) - 0.5F;
       return TensorView{reinterpret_cast<const std::byte*>(values.data()), DType::float32, heads, sample_tokens, dim};
     };
-    tensors.q = fill(q, header.query_heads, header.head_dim, 1);
-    tensors.k = fill(k, header.kv_heads, header.head_dim, 2);
-    tensors.v = fill(v, header.kv_heads, header.value_components(), 3);
-    tensors.softmax_scale = static_cast<float>(header.softmax_scale);
+    tensors.q = fill(q, shape.query_heads, shape.key_dim, 1);
+    tensors.k = fill(k, shape.kv_heads, shape.key_dim, 2);
+    tensors.v = fill(v, shape.kv_heads, shape.value_dim, 3);
+    tensors.softmax_scale = 1.0F / std::sqrt(static_cast<float>(shape.key_dim));
   }
 
   std::vector<float> q, k, v;
@@ -50,15 +51,14 @@ struct CallSeconds::Sample {
 CallSeconds::CallSeconds(Backend& backend) : backend_(backend) {}
 CallSeconds::~CallSeconds() = default;
 
-double CallSeconds::operator()(Call call, const TraceHeader& header) {
-  std::unique_ptr<Sample>& of_shape =
-      samples_[{header.query_heads, header.kv_heads, header.head_dim, header.value_components()}];
-  if (!of_shape) of_shape = std::make_unique<Sample>(header);
+double CallSeconds::operator()(Call call, const LayerShape& shape) {
+  std::unique_ptr<Sample>& of_shape = samples_[{shape.query_heads, shape.kv_heads, shape.key_dim, shape.value_dim}];
+  if (!of_shape) of_shape = std::make_unique<Sample>(shape);
   if (const auto known = of_shape->seconds.find(call); known != of_shape->seconds.end()) return known->second;
-  return of_shape->seconds[call] = timed(call, header, of_shape->tensors);
+  return of_shape->seconds[call] = timed(call, shape, of_shape->tensors);
 }
 
-double CallSeconds::timed(Call call, const TraceHeader& header, const LayerTensors& sample) {
+double CallSeconds::timed(Call call, const LayerShape& shape, const LayerTensors& sample) {
   const std::vector<std::int32_t> all = position_range(0, sample_tokens);
   const std::span<const std::int32_t> last = std::span(all).last(sample_queries);
   // Sets that differ, since equal ones are computed once: set i keeps every second token, and token i at the end.
@@ -87,7 +87,7 @@ double CallSeconds::timed(Call call, const TraceHeader& header, const LayerTenso
     case Call::moments:
       return moments_of(0, {});
     case Call::sets:
-      return std::max(0.0, moments_of(sample_sets, {}) - (*this)(Call::moments, header)) / sample_sets;
+      return std::max(0.0, moments_of(sample_sets, {}) - (*this)(Call::moments, shape)) / sample_sets;
     case Call::outputs:
       return cell_files_of({.outputs = true}, 0.5);
     case Call::others:

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "attention/backend.h"
-#include "trace/header.h"
+#include "trace/trace.h"
 
 namespace kvreplay {
 
@@ -38,12 +38,12 @@ class CallSeconds {
   ~CallSeconds();
 
   /// Timed once for each shape of heads.
-  double operator()(Call call, const TraceHeader& header);
+  double operator()(Call call, const LayerShape& shape);
 
  private:
   /// A random float32 layer of some shape of heads, and the seconds of the calls that were timed on it.
   struct Sample;
-  double timed(Call call, const TraceHeader& header, const LayerTensors& sample);
+  double timed(Call call, const LayerShape& shape, const LayerTensors& sample);
 
   Backend& backend_;
   std::map<std::array<int, 4>, std::unique_ptr<Sample>> samples_;  // by query heads, KV heads, d, dv

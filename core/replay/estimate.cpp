@@ -34,11 +34,11 @@ struct Shape {
   bool repeats = false;  // keys and values are copied for each query head
 };
 
-Shape shape_of(const Cell& cell, const TraceHeader& header, const Conditions& conditions, MarkedQuestion question) {
+Shape shape_of(const Cell& cell, const LayerShape& largest, const Conditions& conditions, MarkedQuestion question) {
   Shape shape;
   for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(conditions.layers.size()))) {
-    shape.rows = std::max(shape.rows,
-                          static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)));
+    shape.rows = std::max(
+        shape.rows, static_cast<std::size_t>(rows_of(plan.grouping.heads, largest.query_heads, largest.kv_heads)));
     shape.across_layers |= plan.allocate->from == CountsFrom::all_layers;
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
     shape.own_memory |= plan.own_memory;
@@ -65,6 +65,7 @@ class CellSums {
  public:
   CellSums(const Trace& trace, const Conditions& on, bool saves_scores, std::span<const Cell> cells)
       : header(trace.header()),
+        largest(header.largest_shape(on.layers)),
         conditions(on),
         question(marked_question(trace, on.boundary)),
         prompt(on.boundary),
@@ -75,6 +76,7 @@ class CellSums {
   }
 
   const TraceHeader& header;
+  const LayerShape largest;  // of the treated layers
   const Conditions& conditions;
   const MarkedQuestion question;
   const double prompt;
@@ -94,7 +96,7 @@ class CellSums {
 
  private:
   void add(const Cell& cell) {
-    const Shape shape = shape_of(cell, header, conditions, question);
+    const Shape shape = shape_of(cell, largest, conditions, question);
     const double share = shape.whole || shape.own_memory ? 1.0 : cell.budget / prompt;
     ++work.sets;
     if (cell.known.empty()) {
@@ -108,7 +110,7 @@ class CellSums {
   /// A key and a value of float32 for each token of the trace and each of `heads` heads.
   std::size_t vector_bytes(int heads) const {
     return static_cast<std::size_t>(heads) * static_cast<std::size_t>(header.tokens()) *
-           static_cast<std::size_t>(header.head_dim + header.value_components()) * sizeof(float);
+           static_cast<std::size_t>(largest.key_dim + largest.value_dim) * sizeof(float);
   }
 
   void add_selection(const Shape& shape, double share) {
@@ -121,7 +123,7 @@ class CellSums {
           static_cast<std::size_t>(header.tokens()) * static_cast<std::size_t>(header.rope_pairs) * 2 * sizeof(double);
     if (save_scores) score_bytes += shape.rows * positions * layers * sizeof(float);
     if (shape.whole) return;
-    if (shape.repeats) repeated_bytes = 2 * vector_bytes(header.query_heads);
+    if (shape.repeats) repeated_bytes = 2 * vector_bytes(largest.query_heads);
     candidates += static_cast<double>(shape.rows) * prompt;
     if (shape.online) {
       work.online = true;
@@ -141,7 +143,7 @@ class CellSums {
     for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(layers))) {
       if (plan.allocate->from != CountsFrom::all_layers) continue;
       const std::size_t scores =
-          static_cast<std::size_t>(rows_of(plan.grouping.heads, header.query_heads, header.kv_heads)) * positions;
+          static_cast<std::size_t>(rows_of(plan.grouping.heads, largest.query_heads, largest.kv_heads)) * positions;
       ranked += scores * static_cast<std::size_t>(count);
       const Protection::Clamped by_rule = kept_by_rule(plan, cell.budget, conditions.boundary, question);
       const ScoreKey key = score_key(plan, scoring_of(plan, by_rule, cell.budget, conditions.boundary, question));
@@ -160,7 +162,7 @@ class CellSums {
     work.comparisons = true;
     comparisons += static_cast<double>(conditions.eval_queries.size()) / sample_few_queries *
                    static_cast<double>(header.tokens()) / sample_tokens;
-    stored_bytes = vector_bytes(header.kv_heads);
+    stored_bytes = vector_bytes(largest.kv_heads);
   }
 
   void add_sets(const Shape& shape, double share) {
@@ -168,8 +170,8 @@ class CellSums {
     pairs |= shape.pairs;
     // Sets of a block of queries, a row each head; bounds of pages, two float64 a channel and some 16 tokens.
     if (shape.reads)
-      read_bytes += static_cast<std::size_t>(header.query_heads) * positions / 8 * sample_queries +
-                    static_cast<std::size_t>(header.kv_heads) * positions * static_cast<std::size_t>(header.head_dim);
+      read_bytes += static_cast<std::size_t>(largest.query_heads) * positions / 8 * sample_queries +
+                    static_cast<std::size_t>(largest.kv_heads) * positions * static_cast<std::size_t>(largest.key_dim);
     if (shape.in_time)
       position_bytes += shape.rows * static_cast<std::size_t>(header.tokens()) * layers * sizeof(std::int32_t);
     position_bytes += static_cast<std::size_t>(share * prompt) * shape.rows * layers * sizeof(std::int32_t);
@@ -180,19 +182,19 @@ class CellSums {
 
 /// Of one layer.
 double layer_seconds(CallSeconds& seconds, const CellSums& cells, const Demand& demand) {
-  const TraceHeader& header = cells.header;
-  const double tokens = header.tokens();
+  const double tokens = cells.header.tokens();
   const double queries = static_cast<double>(cells.conditions.eval_queries.size());
   const double square = cells.prompt / sample_tokens * (cells.prompt / sample_tokens);
   const auto at_queries = [](double count, double visible) { return count / sample_queries * visible / sample_tokens; };
-  const auto costs = [&](Call call, double times) { return times > 0 ? times * seconds(call, header) : 0.0; };
+  const auto costs = [&](Call call, double times) { return times > 0 ? times * seconds(call, cells.largest) : 0.0; };
   const auto moments_at = [&](double blocks, MomentParts parts) {
     return costs(Call::moments, blocks) + costs(Call::sets, blocks * cells.measured_cells) +
            (parts.outputs ? costs(Call::outputs, blocks * (1 + cells.kept_share)) : 0.0) +
            // A projection has about as many rows as columns.
-           (parts.vectors ? costs(Call::projection, queries / sample_queries * (1 + cells.measured_cells) *
-                                                        header.query_heads * header.value_components() / sample_tokens)
-                          : 0.0) +
+           (parts.vectors
+                ? costs(Call::projection, queries / sample_queries * (1 + cells.measured_cells) *
+                                              cells.largest.query_heads * cells.largest.value_dim / sample_tokens)
+                : 0.0) +
            (parts.logits || parts.unaligned ? costs(Call::others, blocks * (1 + cells.measured_cells)) : 0.0);
   };
   double total = costs(Call::similarity, demand.similarity_passes * square) + cells.candidates * seconds_a_candidate;
@@ -203,6 +205,19 @@ double layer_seconds(CallSeconds& seconds, const CellSums& cells, const Demand& 
            costs(Call::redundancy, cells.redundancy);
   if (demand.every_query) total += moments_at(at_queries(tokens, tokens / 2.0), {});
   return total;
+}
+
+/// Of the layer that needs most. Layers of one shape need the same.
+std::size_t working_set(const Backend& backend, const Trace& trace, std::span<const int> layers, const Workload& work) {
+  std::size_t most = 0;
+  std::vector<LayerShape> shapes;
+  for (const int layer : layers) {
+    const LayerShape shape = trace.header().shape(layer);
+    if (std::ranges::find(shapes, shape) != shapes.end()) continue;
+    shapes.push_back(shape);
+    most = std::max(most, backend.working_set(trace.layer(layer), work));
+  }
+  return most;
 }
 
 }  // namespace
@@ -222,7 +237,7 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const CellSums sums(trace, conditions, demand.save_scores, cells);
   const std::size_t layers = sums.layers;
   const std::size_t positions = sums.positions;
-  const auto query_heads = static_cast<std::size_t>(trace.header().query_heads);
+  const auto query_heads = static_cast<std::size_t>(sums.largest.query_heads);
 
   Estimate total;
   const std::size_t values = cells.size() * (layers + 1) * (query_heads + 1) * lines_a_layer * sizeof(double);
@@ -231,14 +246,14 @@ Estimate Estimator::operator()(const Trace& trace, const Conditions& conditions,
   const std::size_t part = sums.position_bytes + sums.score_bytes + attention + maps + values;
   const std::size_t observables = 3 * query_heads * positions * sizeof(double);
   const std::size_t vector_bytes =
-      sums.work.parts.vectors ? 2 * sizeof(float) * static_cast<std::size_t>(trace.header().value_components()) : 0;
+      sums.work.parts.vectors ? 2 * sizeof(float) * static_cast<std::size_t>(sums.largest.value_dim) : 0;
   const std::size_t moments = static_cast<std::size_t>(sums.measured_cells + 1) * query_heads * sample_queries *
                               (sizeof(Moments) + vector_bytes);
   const std::size_t copies_at_once = std::min(sums.copies, static_cast<std::size_t>(backend_.threads()));
   const std::size_t program = std::size_t{32} << 20;
   // A trace's file is made in memory, where it is copied as it grows, with what an earlier one has, and written at
   // once.
-  total.memory_bytes = backend_.working_set(trace.layer(conditions.layers.front()), sums.work) + observables + moments +
+  total.memory_bytes = working_set(backend_, trace, conditions.layers, sums.work) + observables + moments +
                        sums.ranking_bytes + copies_at_once * sums.largest_copy + sums.stored_bytes + sums.read_bytes +
                        sums.angle_bytes + sums.repeated_bytes + 2 * sums.set_bits + 2 * (part + demand.earlier_bytes) +
                        program;

@@ -164,7 +164,7 @@ std::vector<int> Eviction::counts(const Job& job, const PlannedRange& range, int
                                   int rows) const {
   const Allocator& allocate = *range.plan.allocate;
   if (allocate.from == CountsFrom::layer)
-    return allocate.counts_of_layer(division_of(of_, range, job.budget), scores.get(),
+    return allocate.counts_of_layer(division_of(of_, range, layer, job.budget), scores.get(),
                                     job.takes_counts() ? counted(job, layer) : std::vector<int>{});
   if (!range.counts.empty()) return range.counts[static_cast<std::size_t>(layer - range.first)];
   return std::vector<int>(static_cast<std::size_t>(rows), job.budget);
@@ -256,7 +256,7 @@ void Eviction::allocate_across(Job& job, const PlannedRange& range) {
       const std::vector<int> of_layer = counted(job, l);
       slots += std::accumulate(of_layer.begin(), of_layer.end(), std::int64_t{0});
     }
-    counts_of_layers = allocate.counts_of_layers(division_of(of_, range, job.budget), scores, slots);
+    counts_of_layers = allocate.counts_of_layers(division_of(of_, range, range.first, job.budget), scores, slots);
     if (!job.takes_counts()) check_slots(job, range.plan, counts_of_layers);
   }
   job.seconds[first].select += seconds_since(start);

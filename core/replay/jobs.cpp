@@ -95,7 +95,7 @@ int Jobs::add(Job job, const std::vector<LayerPlan>& plans) {
     const bool whole = job.is_known() || keeps_everything(of_range.plan, job.budget, of_.prompt());
     if (!whole)
       guarded(job, [&] {
-        range.counts = of_range.plan.allocate->counts(division_of(of_, range, job.budget));
+        range.counts = of_range.plan.allocate->counts(division_of(of_, range, range.first, job.budget));
         check_slots(job, of_range.plan, range.counts);
       });
     job.two_walks = job.two_walks || (!whole && (counted_later || range.shares_later_layer() ||
@@ -132,8 +132,9 @@ int Jobs::same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
   return found == jobs_.end() ? no_job : static_cast<int>(found - jobs_.begin());
 }
 
-Division division_of(const ReplayedTrace& of, const PlannedRange& range, int budget) {
-  return division_of(range.plan, of.trace.header(), range.count, of.prompt(), budget, of.question);
+Division division_of(const ReplayedTrace& of, const PlannedRange& range, int layer, int budget) {
+  return division_of(range.plan, of.trace.header().shape(of.stored(layer)), range.count, of.prompt(), budget,
+                     of.question);
 }
 
 void check_slots(const Job& job, const Plan& plan, const LayerCounts& counts) {

@@ -94,8 +94,8 @@ class Jobs {
   std::vector<Job> jobs_;
 };
 
-/// What the plan of a range divides at a budget.
-Division division_of(const ReplayedTrace& of, const PlannedRange& range, int budget);
+/// What the plan of a range divides at a budget; `layer`: one of the range, whose rows count where layers differ.
+Division division_of(const ReplayedTrace& of, const PlannedRange& range, int layer, int budget);
 
 /// Throws Error{internal} where the counts of several layers, [L][H], are more than the job's budget.
 void check_slots(const Job& job, const Plan& plan, const LayerCounts& counts);

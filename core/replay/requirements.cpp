@@ -151,20 +151,59 @@ QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuesti
   return range;
 }
 
+/// Throws Error{input} with the field in which layers differ. `what`: why the policy needs equal layers.
+[[noreturn]] void refuse_shapes(const Trace& trace, int layer, int other, const std::string& what) {
+  const LayerShape shapes[] = {trace.header().shape(layer), trace.header().shape(other)};
+  const bool heads = shapes[0].query_heads != shapes[1].query_heads || shapes[0].kv_heads != shapes[1].kv_heads;
+  const auto text = [heads](const LayerShape& shape) {
+    return heads ? fmt::format("{} query / {} KV heads", shape.query_heads, shape.kv_heads)
+                 : fmt::format("{} / {} components", shape.key_dim, shape.value_dim);
+  };
+  throw Error{Refusal::input, trace.path().string() + (heads ? ":/model/heads" : ":/model/head_dims"), what,
+              "layers of one shape, or a policy that treats each layer alone",
+              fmt::format("{} in layer {}, {} in layer {}", text(shapes[0]), layer, text(shapes[1]), other)};
+}
+
+/// Plans that combine layers need layers that are equal in this respect.
+void check_shapes(const Trace& trace, std::span<const int> layers, const Plan& plan, const std::string& who) {
+  const Allocator& allocate = *plan.allocate;
+  const bool allocates = allocate.from == CountsFrom::all_layers ||
+                         (allocate.from == CountsFrom::sizes && !allocate.is_uniform && !allocate.keeps_everything);
+  const char* const combines = allocates                      ? " allocates tokens among layers"
+                               : plan.store->pairs_layers()   ? " stores layers in pairs"
+                               : plan.score.needs.same_shapes ? " reads a file for layers of one shape"
+                                                              : nullptr;
+  const auto rows = [&](int layer) {
+    const LayerShape shape = trace.header().shape(layer);
+    return rows_of(plan.grouping.heads, shape.query_heads, shape.kv_heads);
+  };
+  for (const int layer : layers) {
+    if (combines != nullptr && trace.header().shape(layer) != trace.header().shape(layers.front()))
+      refuse_shapes(trace, layers.front(), layer, who + combines);
+    if (plan.share.shares() && rows(layer) != rows(layers.front()))
+      refuse_shapes(trace, layers.front(), layer, who + " uses the set of one layer in others");
+  }
+}
+
 void check_on_trace(const Trace& trace, const Conditions& conditions, const LayerPlan& of_range, const std::string& who,
                     Allowance allowed) {
   const int budget = allowed.tokens;
   const Plan& plan = of_range.plan;
   const int prompt = conditions.boundary;
   const MarkedQuestion question = marked_question(trace, prompt);
+  const std::span<const int> layers =
+      std::span(conditions.layers)
+          .subspan(static_cast<std::size_t>(of_range.first), static_cast<std::size_t>(of_range.count));
   for (int l = 0; l < of_range.count; ++l)
     if (const int source = plan.share.source(l, of_range.count); source < 0 || source >= of_range.count)
       throw Error{Refusal::usage, who, "no such layer", fmt::format("-{}..{}", of_range.count, of_range.count - 1),
                   fmt::format("layer {}", source < 0 ? source - of_range.count : source)};
+  check_shapes(trace, layers, plan, who);
   plan.schedule->check({who, prompt, question, allowed, !keeps_everything(plan, budget, prompt),
                         conditions.eval_queries.empty() ? -1 : conditions.eval_queries.front()});
   if (!keeps_everything(plan, budget, prompt)) {  // throws what replay would
-    plan.allocate->counts(division_of(plan, trace.header(), of_range.count, prompt, budget, question));
+    plan.allocate->counts(
+        division_of(plan, trace.header().shape(layers.front()), of_range.count, prompt, budget, question));
   }
   if (plan.store->changes_tokens() && !trace.header().stores_values())
     throw Error{Refusal::input, trace.path().string() + ":/model@value_is_key",
@@ -183,9 +222,6 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   const auto [first, end] = prompt_queries(plan, budget, prompt, question);
   const bool goes_on = first < prompt && plan.schedule->goes_on_after_prompt();
   const std::vector<std::int32_t> wanted = position_range(first, goes_on ? trace.header().tokens() : end);
-  const std::span<const int> layers =
-      std::span(conditions.layers)
-          .subspan(static_cast<std::size_t>(of_range.first), static_cast<std::size_t>(of_range.count));
   if (!wanted.empty()) require_queries(trace, layers, wanted, who);
 }
 

@@ -4,16 +4,12 @@
 
 namespace kvreplay {
 
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget,
+Division division_of(const Plan& plan, const LayerShape& shape, int layers, int prompt, int budget,
                      MarkedQuestion question) {
   const auto [sinks, recent] = kept_by_rule(plan, budget, prompt, question);
-  return {layers,
-          prompt,
-          budget,
-          sinks,
-          recent,
-          rows_of(plan.grouping.heads, header.query_heads, header.kv_heads),
-          header.query_heads};
+  return {
+      layers,           prompt, budget, sinks, recent, rows_of(plan.grouping.heads, shape.query_heads, shape.kv_heads),
+      shape.query_heads};
 }
 
 namespace {

@@ -6,8 +6,8 @@
 
 namespace kvreplay {
 
-/// What the plan divides over `layers` layers of the trace.
-Division division_of(const Plan& plan, const TraceHeader& header, int layers, int prompt, int budget,
+/// What the plan divides over `layers` layers of this shape.
+Division division_of(const Plan& plan, const LayerShape& shape, int layers, int prompt, int budget,
                      MarkedQuestion question);
 
 /// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.

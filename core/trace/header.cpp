@@ -46,9 +46,12 @@ const std::pair<std::string_view, Member> members[] = {
     {"/tokens@prefill", &TraceHeader::prefill},
     {"/model/sliding_window", &TraceHeader::sliding_window},
     {"/model/layer_index", &TraceHeader::layer_index},
+    {"/model/heads", &TraceHeader::heads},
+    {"/model/head_dims", &TraceHeader::head_dims},
     {"/model/sinks", &TraceHeader::sinks},
     {"/model/chunk", &TraceHeader::chunk},
     {"/model/rope/inv_freq", &TraceHeader::inv_freq},
+    {"/model/rope/pairs", &TraceHeader::layer_pairs},
     {"/model/rope/attention_scaling", &TraceHeader::attention_scaling},
     {"/tokens/ids", &TraceHeader::ids},
     {"/tokens/offsets", &TraceHeader::offsets},
@@ -251,7 +254,19 @@ std::optional<std::int64_t> Rules::known(const std::string& dimension) const {
   }
   const auto found = sizes_.find(dimension);
   if (found == sizes_.end() && dimension == "dv") return known("d");
+  if (found == sizes_.end() && dimension == "Hq") return known("H");
   return found == sizes_.end() ? std::nullopt : std::optional(found->second);
+}
+
+void Rules::bind_layer(const TraceHeader& header, int layer) {
+  const auto bind_pair = [&](const std::vector<std::int32_t>& sizes, const char* first, const char* second) {
+    const std::size_t at = 2 * static_cast<std::size_t>(layer);
+    if (at + 1 >= sizes.size()) return;
+    bind(first, sizes[at]);
+    bind(second, sizes[at + 1]);
+  };
+  bind_pair(header.heads, "Hq", "Hkv");
+  bind_pair(header.head_dims, "d", "dv");
 }
 
 std::string Rules::expected_shape(const SchemaEntry& entry) const {
@@ -317,9 +332,43 @@ void Rules::check_value(const std::string& object, const SchemaEntry& entry, con
   }
 }
 
+void Rules::note_shapes_of_layers(const TraceHeader& header, const Note& note) const {
+  const auto note_largest = [&](const char* object, const std::vector<std::int32_t>& of_layers, std::size_t column,
+                                std::size_t columns, int stated, const char* attribute) {
+    std::int32_t largest = 0;
+    for (std::size_t i = column; i < of_layers.size(); i += columns) largest = std::max(largest, of_layers[i]);
+    if (!of_layers.empty() && largest != stated)
+      note(attribute, "value", fmt::format("{}, the largest in {}", largest, object), fmt::format("{}", stated));
+  };
+  note_largest("/model/heads", header.heads, 0, 2, header.query_heads, "/model@n_query_heads");
+  note_largest("/model/heads", header.heads, 1, 2, header.kv_heads, "/model@n_kv_heads");
+  note_largest("/model/head_dims", header.head_dims, 0, 2, header.head_dim, "/model@head_dim");
+  if (header.stores_values())
+    note_largest("/model/head_dims", header.head_dims, 1, 2, header.value_components(), "/model@value_dim");
+  note_largest("/model/rope/pairs", header.layer_pairs, 0, 1, header.rope_pairs, "/model/rope/inv_freq");
+  if (!header.stores_values() && !header.head_dims.empty())
+    note("/model/head_dims", "beside /model@value_is_key", "one of the two", "a dataset");
+  for (std::size_t i = 0; i + 1 < header.heads.size(); i += 2) {
+    if (header.heads[i] % header.heads[i + 1] == 0) continue;
+    note("/model/heads", "value", fmt::format("a divisor of {} (Hq)", header.heads[i]),
+         fmt::format("{} at element {}", header.heads[i + 1], i + 1));
+    break;
+  }
+  for (std::size_t l = 0;
+       l < std::max<std::size_t>(1, std::max(header.head_dims.size() / 2, header.layer_pairs.size())); ++l) {
+    const auto dim = header.head_dims.empty() ? known("d") : std::optional<std::int64_t>(header.head_dims[2 * l]);
+    const int pairs = header.layer_pairs.empty() ? header.rope_pairs : header.layer_pairs[l];
+    if (!dim || header.rope_offset + 2 * pairs <= *dim) continue;
+    note(header.layer_pairs.empty() ? "/model/rope/inv_freq" : "/model/rope/pairs", "shape",
+         fmt::format("at most {} pairs (offset + 2r <= d)", std::max<std::int64_t>(0, *dim - header.rope_offset) / 2),
+         fmt::format("{}", pairs));
+    break;
+  }
+}
+
 std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
   std::vector<Error> broken;
-  const auto note = [&](const std::string& object, const std::string& what, const std::string& expected,
+  const Note note = [&](const std::string& object, const std::string& what, const std::string& expected,
                         const std::string& found) {
     broken.emplace_back(Refusal::input, where(object), what, expected, found);
   };
@@ -329,7 +378,7 @@ std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
     if (number == nullptr || *number == 0) continue;
     if (const auto most = known(entry.at_most); most && *number > *most)
       note(entry.object, "value", fmt::format("at most {} ({})", *most, entry.at_most), fmt::format("{}", *number));
-    if (const auto whole = known(entry.divides); whole && *whole % *number != 0)
+    if (const auto whole = known(entry.divides); whole && *whole % *number != 0 && header.heads.empty())
       note(entry.object, "value", fmt::format("a divisor of {} ({})", *whole, entry.divides),
            fmt::format("{}", *number));
   }
@@ -340,10 +389,7 @@ std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
 
   if (header.value_dim > 0 && header.value_is_key > 0)
     note("/model@value_dim", "beside /model@value_is_key", "one of the two", fmt::format("{}", header.value_dim));
-  if (const auto dim = known("d"); dim && header.rope_offset + 2 * header.rope_pairs > *dim)
-    note("/model/rope/inv_freq", "shape",
-         fmt::format("at most {} pairs (offset + 2r <= d)", std::max<std::int64_t>(0, *dim - header.rope_offset) / 2),
-         fmt::format("{}", header.rope_pairs));
+  note_shapes_of_layers(header, note);
 
   std::int64_t characters = 0;
   first_invalid_byte(header.text, characters);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -54,6 +55,8 @@ class Rules {
   /// A dimension that is known from now on: from an attribute, or from the first shape that has it.
   void bind(const std::string& dimension, std::int64_t size) { sizes_[dimension] = size; }
   std::int64_t size(const std::string& dimension) const { return known(dimension).value(); }
+  /// The sizes of a layer's tensors, where those of the layers differ.
+  void bind_layer(const TraceHeader& header, int layer);
   /// By name, number, product or difference; none: it is not bound.
   std::optional<std::int64_t> known(const std::string& dimension) const;
 
@@ -67,7 +70,11 @@ class Rules {
   void check_header(const TraceHeader& header);
 
  private:
+  using Note = std::function<void(const std::string& object, const std::string& what, const std::string& expected,
+                                  const std::string& found)>;
+
   std::string expected_shape(const SchemaEntry& entry) const;
+  void note_shapes_of_layers(const TraceHeader& header, const Note& note) const;
 
   std::string file_;
   std::map<std::string, std::int64_t> sizes_;

@@ -10,6 +10,7 @@
 #include <span>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "error.h"
@@ -34,6 +35,7 @@ enum Tag : std::uint64_t {
 
 constexpr int vocabulary = 1000;
 constexpr int most_tokens = std::numeric_limits<int>::max() / 5;  // a token's text is at most "w999 "
+constexpr int most_layers = 65536;                                // of the format
 constexpr int sink_tokens = 4;
 constexpr int repeated_block = 64;
 constexpr std::size_t block_bytes = std::size_t{8} << 20;
@@ -65,28 +67,34 @@ std::uint64_t coordinates(const SynthOptions& options, Row row) {
 /// logit of a moved query and a moved key rises by `gain`.
 class SharedDirections {
  public:
-  SharedDirections(const SynthOptions& options, double gain)
-      : kv_heads_(options.kv_heads), group_(options.query_heads / options.kv_heads) {
-    const double length = std::sqrt(gain * std::sqrt(static_cast<double>(options.head_dim)));
-    for (int l = 0; l < options.layers; ++l)
-      for (int h = 0; h < kv_heads_; ++h) {
-        std::vector<float>& direction = directions_.emplace_back(static_cast<std::size_t>(options.head_dim));
+  SharedDirections(const SynthOptions& options, double gain) {
+    const double length = std::sqrt(gain * std::sqrt(static_cast<double>(options.head_dim.of(0))));
+    for (int l = 0; l < options.layers; ++l) {
+      const LayerShape shape = options.shape(l);
+      Layer& layer = layers_.emplace_back(Layer{shape.query_heads / shape.kv_heads, {}});
+      for (int h = 0; h < shape.kv_heads; ++h) {
+        std::vector<float>& direction = layer.directions.emplace_back(static_cast<std::size_t>(shape.key_dim));
         fill_gaussian(chain(options.seed, static_cast<std::uint64_t>(directions), l, h), direction);
         double square = 0.0;
         for (const float component : direction) square += double{component} * component;
         for (float& component : direction) component *= static_cast<float>(length / std::sqrt(square));
       }
+    }
   }
 
   void add(Row row, std::span<float> to) const {
-    const int kv_head = row.tag == queries ? row.head / group_ : row.head;
-    const std::vector<float>& direction = directions_[static_cast<std::size_t>(row.layer * kv_heads_ + kv_head)];
+    const Layer& layer = layers_[static_cast<std::size_t>(row.layer)];
+    const int kv_head = row.tag == queries ? row.head / layer.group : row.head;
+    const std::vector<float>& direction = layer.directions[static_cast<std::size_t>(kv_head)];
     for (std::size_t c = 0; c < to.size(); ++c) to[c] += direction[c];
   }
 
  private:
-  int kv_heads_, group_;
-  std::vector<std::vector<float>> directions_;
+  struct Layer {
+    int group = 1;
+    std::vector<std::vector<float>> directions;  // [Hkv][d]
+  };
+  std::vector<Layer> layers_;
 };
 
 int tokens_of(const SynthOptions& options) { return options.prefill + options.continuation; }
@@ -145,11 +153,11 @@ void turn(const std::vector<double>& inv_freq, bool interleaved, int position, s
   }
 }
 
-std::vector<double> frequencies(const SynthOptions& options) {
+std::vector<double> frequencies(const SynthOptions& options, int layer) {
   std::vector<double> inv_freq;
+  const int dim = options.head_dim.of(layer);
   if (options.rope_base > 0.0)
-    for (int i = 0; i < options.head_dim / 2; ++i)
-      inv_freq.push_back(std::pow(options.rope_base, -2.0 * i / options.head_dim));
+    for (int i = 0; i < dim / 2; ++i) inv_freq.push_back(std::pow(options.rope_base, -2.0 * i / dim));
   return inv_freq;
 }
 
@@ -157,7 +165,8 @@ std::vector<double> frequencies(const SynthOptions& options) {
 /// what they plant is planted after it.
 RowMaker repeat_rows(const SynthOptions& options) {
   const int block = std::clamp(options.prefill / 4, 1, repeated_block);
-  const std::vector<double> inv_freq = frequencies(options);
+  std::vector<std::vector<double>> inv_freq;  // [L]
+  for (int l = 0; l < options.layers; ++l) inv_freq.push_back(frequencies(options, l));
   return [=](Row row, std::span<float> to) {
     const int token = row.token;
     if (row.tag != queries) row.token %= block;
@@ -167,7 +176,7 @@ RowMaker repeat_rows(const SynthOptions& options) {
       const std::uint64_t start = chain(coordinates(options, row), static_cast<std::uint64_t>(copies));
       for (std::size_t c = 0; c < to.size(); ++c) to[c] += static_cast<float>(0.1 * normal(start, c));
     }
-    if (row.tag != values) turn(inv_freq, options.rope_interleaved, token, to);
+    if (row.tag != values) turn(inv_freq[static_cast<std::size_t>(row.layer)], options.rope_interleaved, token, to);
   };
 }
 
@@ -225,27 +234,37 @@ void require(bool holds, const char* option, const std::string& expected, const 
   if (!holds) throw Error{Refusal::usage, option, "value", expected, found};
 }
 
+void check_shapes(const SynthOptions& options) {
+  for (const auto& [name, sizes, least] :
+       {std::tuple{"query_heads", &options.query_heads, 1}, std::tuple{"kv_heads", &options.kv_heads, 1},
+        std::tuple{"head_dim", &options.head_dim, 1}, std::tuple{"value_dim", &options.value_dim, 0},
+        std::tuple{"sliding_window", &options.sliding_window, 0}, std::tuple{"chunk", &options.chunk, 0}}) {
+    require(!sizes->empty(), name, "at least one number", "none");
+    for (const int size : *sizes) require(size >= least, name, fmt::format("at least {}", least), std::to_string(size));
+  }
+  for (int l = 0; l < options.layers; ++l) {
+    const auto [query_heads, kv_heads, key_dim, value_dim] = options.shape(l);
+    require(query_heads % kv_heads == 0, "kv_heads", fmt::format("a divisor of {}", query_heads),
+            std::to_string(kv_heads));
+    require(!options.value_is_key || value_dim <= key_dim, "value_dim",
+            fmt::format("1 to {}, since values are components of keys", key_dim), std::to_string(value_dim));
+  }
+}
+
 /// The rest the writer refuses; here is what would not come to it.
 void check(const SynthOptions& options) {
   kind_of(options.kind);
-  for (const auto& [name, value] : {std::pair{"layers", options.layers}, std::pair{"query_heads", options.query_heads},
-                                    std::pair{"kv_heads", options.kv_heads}, std::pair{"head_dim", options.head_dim},
-                                    std::pair{"prefill", options.prefill}})
+  for (const auto& [name, value] : {std::pair{"layers", options.layers}, std::pair{"prefill", options.prefill}})
     require(value >= 1, name, "at least 1", std::to_string(value));
-  require(options.query_heads % options.kv_heads == 0, "kv_heads", fmt::format("a divisor of {}", options.query_heads),
-          std::to_string(options.kv_heads));
+  require(options.layers <= most_layers, "layers", fmt::format("at most {}", most_layers),
+          std::to_string(options.layers));
+  check_shapes(options);
   require(options.continuation >= 0 && options.continuation < most_tokens, "continuation",
           fmt::format("0 to {}", most_tokens - 1), std::to_string(options.continuation));
   require(options.prefill <= most_tokens - options.continuation, "prefill",
           fmt::format("at most {}", most_tokens - options.continuation), std::to_string(options.prefill));
   require(options.last_queries >= 0 && options.last_queries <= tokens_of(options), "last_queries",
           fmt::format("0 to {}", tokens_of(options)), std::to_string(options.last_queries));
-  require(options.value_dim >= 0 && (!options.value_is_key || options.value_dim <= options.head_dim), "value_dim",
-          options.value_is_key ? fmt::format("1 to {}, since values are components of keys", options.head_dim)
-                               : "at least 1",
-          std::to_string(options.value_dim));
-  require(!options.sliding_window.empty(), "sliding_window", "at least one number", "none");
-  require(!options.chunk.empty(), "chunk", "at least one number", "none");
   require(options.visible >= 0 && options.visible_block >= 1, "visible", "0 or more units of at least 1 token",
           fmt::format("{} of {}", options.visible, options.visible_block));
   require(options.rope_base >= 0.0, "rope_base", "at least 0", fmt::format("{}", options.rope_base));
@@ -255,17 +274,19 @@ void check(const SynthOptions& options) {
           std::to_string(options.prefill));
 }
 
-int components_of(Tag tag, const SynthOptions& options) {
-  return tag == values && options.value_dim > 0 ? options.value_dim : options.head_dim;
-}
+int components_of(Tag tag, const LayerShape& shape) { return tag == values ? shape.value_dim : shape.key_dim; }
 
 /// Bytes of the tensors, which are nearly all of a trace. A real number, since any options may be asked for.
 double size_of_trace(const SynthOptions& options) {
-  const double keys = 1.0 * options.kv_heads * tokens_of(options);
   const double stored = options.last_queries > 0 ? options.last_queries : tokens_of(options);
-  const double of_values = options.value_is_key ? 0.0 : keys * components_of(values, options);
-  return options.layers * ((options.query_heads * stored + keys) * options.head_dim + of_values) *
-         static_cast<double>(size_of(options.dtype));
+  double numbers = 0;
+  for (int l = 0; l < options.layers; ++l) {
+    const LayerShape shape = options.shape(l);
+    const double keys = 1.0 * shape.kv_heads * tokens_of(options);
+    numbers +=
+        (shape.query_heads * stored + keys) * shape.key_dim + (options.value_is_key ? 0.0 : keys * shape.value_dim);
+  }
+  return numbers * static_cast<double>(size_of(options.dtype));
 }
 
 void require_space(const SynthOptions& options, const std::filesystem::path& path) {
@@ -279,6 +300,30 @@ void require_space(const SynthOptions& options, const std::filesystem::path& pat
   }
 }
 
+/// The sizes of each layer where layers differ, and the largest ones.
+void set_shapes(TraceHeader& header, const SynthOptions& options) {
+  for (int l = 0; l < options.layers; ++l) {
+    const auto [query_heads, kv_heads, key_dim, value_dim] = options.shape(l);
+    header.heads.insert(header.heads.end(), {query_heads, kv_heads});
+    header.head_dims.insert(header.head_dims.end(), {key_dim, value_dim});
+    header.layer_pairs.push_back(static_cast<int>(frequencies(options, l).size()));
+    header.query_heads = std::max(header.query_heads, query_heads);
+    header.kv_heads = std::max(header.kv_heads, kv_heads);
+    header.head_dim = std::max(header.head_dim, key_dim);
+    header.value_dim = std::max(header.value_dim, value_dim);
+    header.rope_pairs = std::max(header.rope_pairs, header.layer_pairs.back());
+  }
+  header.has_rope = header.rope_pairs > 0;
+  if (options.value_is_key) header.value_is_key = header.value_dim;
+  if (options.value_is_key || header.value_dim == header.head_dim) header.value_dim = 0;
+  const auto clear_if_equal = [](std::vector<std::int32_t>& of_layers, std::ptrdiff_t sizes) {
+    if (std::equal(of_layers.begin() + sizes, of_layers.end(), of_layers.begin())) of_layers.clear();
+  };
+  clear_if_equal(header.heads, 2);
+  clear_if_equal(header.head_dims, 2);
+  clear_if_equal(header.layer_pairs, 1);
+}
+
 TraceHeader header_of(const SynthOptions& options) {
   TraceHeader header;
   header.producer = "kvreplay synth";
@@ -286,30 +331,23 @@ TraceHeader header_of(const SynthOptions& options) {
   header.model = "synthetic " + options.kind;
   header.architecture = "none";
   header.layers = options.layers;
-  header.query_heads = options.query_heads;
-  header.kv_heads = options.kv_heads;
-  header.head_dim = options.head_dim;
   header.dtype = options.dtype;
-  header.softmax_scale = 1.0 / std::sqrt(static_cast<double>(options.head_dim));
+  header.softmax_scale = 1.0 / std::sqrt(static_cast<double>(options.head_dim.of(0)));
   header.logit_softcap = options.logit_softcap;
-  if (options.value_is_key)
-    header.value_is_key = components_of(values, options);
-  else if (options.value_dim != options.head_dim)
-    header.value_dim = options.value_dim;
   if (options.visible > 0) header.visible_block = options.visible_block;
-  const std::vector<double> inv_freq = frequencies(options);
-  header.has_rope = !inv_freq.empty();
+  set_shapes(header, options);
   header.rope_interleaved = options.rope_interleaved;
-  header.rope_pairs = static_cast<int>(inv_freq.size());
   for (int l = 0; l < options.layers; ++l) {
-    header.sliding_window.push_back(
-        options.sliding_window[static_cast<std::size_t>(l) % options.sliding_window.size()]);
-    header.chunk.push_back(options.chunk[static_cast<std::size_t>(l) % options.chunk.size()]);
+    header.sliding_window.push_back(options.sliding_window.of(l));
+    header.chunk.push_back(options.chunk.of(l));
     header.layer_index.push_back(l);
-    for (int h = 0; options.sinks && h < options.query_heads; ++h)
-      header.sinks.push_back(h % 4 == 3 ? -HUGE_VAL
-                                        : normal(chain(options.seed, static_cast<std::uint64_t>(sinks), l),
-                                                 static_cast<std::uint64_t>(h)));
+    for (int h = 0; options.sinks && h < header.query_heads; ++h)
+      header.sinks.push_back(
+          h % 4 == 3 || h >= header.shape(l).query_heads
+              ? -HUGE_VAL
+              : normal(chain(options.seed, static_cast<std::uint64_t>(sinks), l), static_cast<std::uint64_t>(h)));
+    std::vector<double> inv_freq = frequencies(options, l);
+    inv_freq.resize(static_cast<std::size_t>(header.rope_pairs));
     header.inv_freq.insert(header.inv_freq.end(), inv_freq.begin(), inv_freq.end());
     if (header.has_rope) header.attention_scaling.push_back(1.0);
   }
@@ -338,7 +376,7 @@ TraceHeader header_of(const SynthOptions& options) {
 std::vector<std::int32_t> visible_units(const SynthOptions& options, int layer,
                                         std::span<const std::int32_t> positions) {
   std::vector<std::int32_t> all;
-  for (int head = 0; head < options.kv_heads; ++head)
+  for (int head = 0; head < options.shape(layer).kv_heads; ++head)
     for (const std::int32_t position : positions) {
       const std::int32_t own = position / options.visible_block;
       std::vector<std::int32_t> units(static_cast<std::size_t>(own));
@@ -358,7 +396,7 @@ std::vector<std::int32_t> visible_units(const SynthOptions& options, int layer,
 /// Makes the rows [begin, end) of one tensor, counted head by head over `positions`, with as many threads as help.
 void make_rows(const RowMaker& maker, Tag tag, int layer, const SynthOptions& options,
                std::span<const std::int32_t> positions, std::size_t begin, std::span<std::byte> to) {
-  const auto dim = static_cast<std::size_t>(components_of(tag, options));
+  const auto dim = static_cast<std::size_t>(components_of(tag, options.shape(layer)));
   const std::size_t row_bytes = dim * size_of(options.dtype), rows = to.size() / row_bytes;
   const auto part = [&](std::size_t first, std::size_t last) {
     std::vector<float> row(dim);
@@ -383,6 +421,11 @@ void make_rows(const RowMaker& maker, Tag tag, int layer, const SynthOptions& op
 
 }  // namespace
 
+LayerShape SynthOptions::shape(int layer) const {
+  const int values = value_dim.of(layer);
+  return {query_heads.of(layer), kv_heads.of(layer), head_dim.of(layer), values > 0 ? values : head_dim.of(layer)};
+}
+
 const std::vector<SynthKind>& synth_kinds() {
   static const std::vector<SynthKind> cards(kinds().begin(), kinds().end());
   return cards;
@@ -405,7 +448,8 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
   std::vector<std::byte> block;
   const auto write = [&](Tag tag, int layer, int heads, std::span<const std::int32_t> positions, auto append) {
     const std::size_t rows = static_cast<std::size_t>(heads) * positions.size();
-    const std::size_t row_bytes = static_cast<std::size_t>(components_of(tag, options)) * size_of(options.dtype);
+    const std::size_t row_bytes =
+        static_cast<std::size_t>(components_of(tag, options.shape(layer))) * size_of(options.dtype);
     const std::size_t rows_in_block = std::max(std::size_t{1}, block_bytes / row_bytes);
     for (std::size_t r = 0; r < rows; r += rows_in_block) {
       if (interrupted && interrupted())
@@ -417,13 +461,14 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
   };
   for (int l = 0; l < options.layers; ++l) {
     writer.begin_layer(options.dtype, stored < all.size() ? last : std::span<const std::int32_t>{});
+    const LayerShape shape = options.shape(l);
     if (options.visible > 0)
       writer.write(fmt::format("/layers/{:03}/visible", l), visible_units(options, l, last),
-                   {static_cast<std::uint64_t>(options.kv_heads), stored, static_cast<std::uint64_t>(options.visible)});
-    write(queries, l, options.query_heads, last, [&](std::span<const std::byte> rows) { writer.append_q(rows); });
-    write(keys, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_k(rows); });
+                   {static_cast<std::uint64_t>(shape.kv_heads), stored, static_cast<std::uint64_t>(options.visible)});
+    write(queries, l, shape.query_heads, last, [&](std::span<const std::byte> rows) { writer.append_q(rows); });
+    write(keys, l, shape.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_k(rows); });
     if (!options.value_is_key)
-      write(values, l, options.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_v(rows); });
+      write(values, l, shape.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_v(rows); });
   }
   writer.finish();
 }

@@ -8,32 +8,43 @@
 #include <vector>
 
 #include "tensor.h"
+#include "trace/trace.h"
 #include "trace/writer.h"
 
 namespace kvreplay {
 
+/// A size of layers 0, 1, ..., repeated as often as needed.
+struct SizeByLayer : std::vector<int> {
+  using std::vector<int>::vector;
+  SizeByLayer(int of_all) : std::vector<int>{of_all} {}
+
+  int of(int layer) const { return at(static_cast<std::size_t>(layer) % size()); }
+};
+
 struct SynthOptions {
   std::string kind = "gaussian";
-  int layers = 4;         // L
-  int query_heads = 8;    // Hq
-  int kv_heads = 2;       // Hkv
-  int head_dim = 64;      // d
-  int value_dim = 0;      // dv; 0: d
-  int prefill = 256;      // P
-  int continuation = 32;  // G
+  int layers = 4;               // L
+  SizeByLayer query_heads = 8;  // Hq
+  SizeByLayer kv_heads = 2;     // Hkv
+  SizeByLayer head_dim = 64;    // d
+  SizeByLayer value_dim = 0;    // dv; 0: d
+  int prefill = 256;            // P
+  int continuation = 32;        // G
   DType dtype = DType::float16;
   std::uint64_t seed = 0;
-  int last_queries = 0;                   // store the last N queries; 0: all
-  std::vector<int> sliding_window = {0};  // W of layers 0, 1, ..., repeated as often as needed; 0: none
-  std::vector<int> chunk = {0};           // C of layers 0, 1, ..., likewise
-  int visible = 0;                        // units that each query reads, drawn at random and its own; 0: every token
-  int visible_block = 1;                  // tokens of a unit
-  double logit_softcap = 0.0;             // 0: none
-  bool value_is_key = false;              // values are the first dv components of the keys
-  bool sinks = false;                     // each query head has a sink logit, standard normal; every fourth has none
-  double rope_base = 10000.0;             // inv_freq[i] = base^(-2i/d); 0: no RoPE
+  int last_queries = 0;            // store the last N queries; 0: all
+  SizeByLayer sliding_window = 0;  // W; 0: none
+  SizeByLayer chunk = 0;           // C; 0: none
+  int visible = 0;                 // units that each query reads, drawn at random and its own; 0: every token
+  int visible_block = 1;           // tokens of a unit
+  double logit_softcap = 0.0;      // 0: none
+  bool value_is_key = false;       // values are the first dv components of the keys
+  bool sinks = false;              // each query head has a sink logit, standard normal; every fourth has none
+  double rope_base = 10000.0;      // inv_freq[i] = base^(-2i/d); 0: no RoPE
   bool rope_interleaved = false;
   Existing existing = Existing::refuse;
+
+  LayerShape shape(int layer) const;
 };
 
 struct SynthKind {

@@ -311,6 +311,7 @@ class Reader {
     const auto group = group_at(path, true);
     if (!group) return;
     LayerPlaces& layer = contents_.layers.emplace_back();
+    rules_.bind_layer(contents_.header, l);
     // The positions first: they say how many queries there are.
     if (const auto tokens = rules_.known("T")) rules_.bind("Tq", *tokens);
     attempt([&] { read_query_positions(*group, l, layer); });
@@ -424,6 +425,7 @@ std::vector<LayerPlaces> places_in_memory(const std::string& file, const TraceHe
   for (LayerInMemory& layer : layers) {
     const int number = static_cast<int>(all.size());
     LayerPlaces& places = all.emplace_back();
+    rules.bind_layer(header, number);
     rules.bind("Tq", header.tokens());
     if (!layer.query_positions.empty()) {
       const SchemaEntry& entry = schema().entry("/layers/{layer}/q_positions");
@@ -583,6 +585,30 @@ class Trace::State {
   mutable std::vector<std::vector<std::byte>> archived_;
 };
 
+LayerShape TraceHeader::shape(int l) const {
+  const auto at = 2 * static_cast<std::size_t>(l);
+  LayerShape shape{query_heads, kv_heads, head_dim, value_components()};
+  if (!heads.empty()) shape.query_heads = heads[at], shape.kv_heads = heads[at + 1];
+  if (!head_dims.empty()) shape.key_dim = head_dims[at], shape.value_dim = head_dims[at + 1];
+  return shape;
+}
+
+LayerShape TraceHeader::largest_shape(std::span<const int> some_layers) const {
+  LayerShape largest;
+  for (const int l : some_layers) {
+    const LayerShape of_layer = shape(l);
+    for (int LayerShape::* size :
+         {&LayerShape::query_heads, &LayerShape::kv_heads, &LayerShape::key_dim, &LayerShape::value_dim})
+      largest.*size = std::max(largest.*size, of_layer.*size);
+  }
+  return largest;
+}
+
+std::span<const double> TraceHeader::frequencies(int l) const {
+  const auto at = static_cast<std::size_t>(l), most = static_cast<std::size_t>(rope_pairs);
+  return std::span(inv_freq).subspan(at * most, layer_pairs.empty() ? most : static_cast<std::size_t>(layer_pairs[at]));
+}
+
 Trace::Trace(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Trace::Trace(Trace&&) noexcept = default;
 Trace& Trace::operator=(Trace&&) noexcept = default;
@@ -647,14 +673,11 @@ LayerTensors Trace::layer(int l) const {
   tensors.sliding_window = header.sliding_window[at];
   if (!header.chunk.empty()) tensors.chunk = header.chunk[at];
   if (!header.sinks.empty()) {
-    const auto heads = static_cast<std::size_t>(header.query_heads);
-    tensors.sinks = std::span(header.sinks).subspan(at * heads, heads);
+    const auto most = static_cast<std::size_t>(header.query_heads);
+    tensors.sinks = std::span(header.sinks).subspan(at * most, static_cast<std::size_t>(tensors.q.heads));
   }
-  if (header.has_rope) {
-    const auto pairs = static_cast<std::size_t>(header.rope_pairs);
-    tensors.rope = {std::span(header.inv_freq).subspan(at * pairs, pairs), header.attention_scaling[at],
-                    header.rope_interleaved, header.rope_offset};
-  }
+  if (header.has_rope)
+    tensors.rope = {header.frequencies(l), header.attention_scaling[at], header.rope_interleaved, header.rope_offset};
   return tensors;
 }
 

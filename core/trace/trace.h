@@ -32,6 +32,16 @@ inline const Span* find_span(std::span<const Span> spans, std::string_view name)
   return nullptr;
 }
 
+/// Sizes of a layer's queries, keys and values.
+struct LayerShape {
+  int query_heads = 0;  // Hq
+  int kv_heads = 0;     // Hkv
+  int key_dim = 0;      // d, of queries too
+  int value_dim = 0;    // dv
+
+  friend bool operator==(const LayerShape&, const LayerShape&) = default;
+};
+
 /// Everything in a trace but the tensors.
 struct TraceHeader {
   std::string producer, created;
@@ -39,26 +49,29 @@ struct TraceHeader {
 
   std::string model, architecture;
   int layers = 0;                // L, stored layers
-  int query_heads = 0;           // Hq
-  int kv_heads = 0;              // Hkv
-  int head_dim = 0;              // d
+  int query_heads = 0;           // the largest Hq of a layer
+  int kv_heads = 0;              // the largest Hkv
+  int head_dim = 0;              // the largest d
   DType dtype = DType::float32;  // the model computed in it
   double softmax_scale = 1.0;
   double logit_softcap = 0.0;
   std::string source_hash;
   std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
-  int value_dim = 0;         // dv; 0: d
+  int value_dim = 0;         // the largest dv; 0: that of d
   int visible_block = 0;     // tokens of a unit of the model's own selection; 0: it selects nothing
   int value_is_key = 0;      // values are the first dv components of the keys, and this is dv; 0: separate tensors
 
   std::vector<std::int32_t> sliding_window;  // [L]
   std::vector<std::int32_t> layer_index;     // [L], the model's own numbers
+  std::vector<std::int32_t> heads;           // [L, 2] Hq and Hkv of each layer; or empty: all the same
+  std::vector<std::int32_t> head_dims;       // [L, 2] d and dv of each layer; or empty: all the same
   std::vector<double> sinks;                 // [L, Hq] logits, -infinity: none; or empty
   std::vector<std::int32_t> chunk;           // [L], 0: none; or empty
 
   bool has_rope = false;
   bool rope_interleaved = false;
-  int rope_pairs = 0;                     // r
+  int rope_pairs = 0;                     // r, the most of a layer
+  std::vector<std::int32_t> layer_pairs;  // [L] rotated pairs of each layer; or empty: r each
   int rope_offset = 0;                    // of the first rotated component
   std::vector<double> inv_freq;           // [L, r]
   std::vector<double> attention_scaling;  // [L]
@@ -75,7 +88,11 @@ struct TraceHeader {
 
   int tokens() const { return static_cast<int>(ids.size()); }  // T
   int continuation() const { return tokens() - prefill; }      // G
-  int group() const { return query_heads / kv_heads; }
+  LayerShape shape(int l) const;
+  /// Each size is the largest of some layers.
+  LayerShape largest_shape(std::span<const int> some_layers) const;
+  /// Of the rotated pairs of layer l, in radians a position.
+  std::span<const double> frequencies(int l) const;
   int value_components() const { return value_is_key > 0 ? value_is_key : value_dim > 0 ? value_dim : head_dim; }
   bool stores_values() const { return value_is_key == 0; }
   /// Whether each query of layer l sees all tokens before it: no sliding window, and one chunk.

@@ -97,9 +97,9 @@ void check_missing_rope(const std::string& file, const std::string& path, const 
   if (layer.k.tokens < fewest_tokens) return;
   std::set<std::vector<double>> rows;
   bool compared = false;
-  const auto pairs = static_cast<std::size_t>(header.rope_pairs);
   for (int l = 0; l < header.layers; ++l) {
-    const auto row = std::span(header.inv_freq).subspan(static_cast<std::size_t>(l) * pairs, pairs);
+    const std::span<const double> row = header.frequencies(l);
+    if (header.rope_offset + 2 * std::ssize(row) > layer.k.dim) continue;
     if (!rotates(row) || !rows.emplace(row.begin(), row.end()).second) continue;
     const Coherence coherence = key_coherence(layer.k, {row, 1.0, header.rope_interleaved, header.rope_offset});
     if (coherence.pairs == 0 || !std::isfinite(coherence.stored)) continue;

@@ -125,7 +125,7 @@ struct TraceWriter::State {
     hsize_t end = 0;
     if (H5Fget_filesize(file->id(), &end) < 0) throw hdf5::failure(file->where(), "has no length");
     partial.reserve(end + header.text.size() + 4 * (header.ids.size() + header.offsets.size()) +
-                    8 * (header.inv_freq.size() + header.sinks.size()) + 20 * header.sliding_window.size() +
+                    8 * (header.inv_freq.size() + header.sinks.size()) + 48 * header.sliding_window.size() +
                     1024 * header.spans.size() + 20 * header.reference_ids.size() + 8 * header.reference_tail.size());
   }
 
@@ -177,6 +177,7 @@ struct TraceWriter::State {
     if (layers == header.layers)
       throw Error{Refusal::input, rules.where("/layers"), "layers", fmt::format("{}", header.layers), "more"};
     const auto object = [layer = layers](const char* name) { return fmt::format("/layers/{:03}/{}", layer, name); };
+    rules.bind_layer(header, layers);
     group_at(fmt::format("/layers/{:03}", layers));
     if (!positions.empty())
       write(object("q_positions"), std::vector<std::int32_t>(positions.begin(), positions.end()), {positions.size()});
@@ -195,6 +196,7 @@ struct TraceWriter::State {
     if (entry.type != "real" && entry.type != name_of(stored))
       throw Error{Refusal::input, rules.where(object), "type", entry.type, name_of(stored)};
     hdf5::Group group = group_at(object.substr(0, object.rfind('/')));
+    rules.bind_layer(header, std::stoi(object.substr(std::string_view("/layers/").size())));
     rules.check_shape(object, entry, shape);
     hdf5::Dataset dataset = group.create_dataset(entry.name, hdf5::Type::of(stored), {shape.begin(), shape.end()});
     const auto offset = dataset.offset();

@@ -63,6 +63,12 @@ std::deque<TraceCase> cases() {
   latent.value_is_key = true;
   latent.value_dim = 16;
   all.emplace_back("keys_as_values", latent);
+  SynthOptions shapes = shape("gaussian", 3, 4, 2, 16, 70, 5);
+  shapes.query_heads = {4, 6, 3};
+  shapes.kv_heads = {2, 3, 1};
+  shapes.head_dim = {16, 24, 10};
+  shapes.value_dim = {16, 8, 20};
+  all.emplace_back("layers_of_different_shape", shapes);
   return all;
 }
 
@@ -122,7 +128,8 @@ class EveryPolicy : public testing::TestWithParam<std::string> {
     } catch (const Error& error) {
       const bool is_plain = policy.name() == GetParam();
       const bool changes_latents = !trace.header().stores_values() && error.where().ends_with("value_is_key");
-      EXPECT_TRUE(!is_plain || changes_latents || GetParam() == "finch")
+      const bool combines_layers = error.where().ends_with("/model/heads");
+      EXPECT_TRUE(!is_plain || changes_latents || combines_layers || GetParam() == "finch")
           << GetParam() << " has no values that could be too large";
       return false;
     }
@@ -209,7 +216,8 @@ TEST_P(EveryPolicy, SelectsTheSameInAnyCompany) {
     for (const char* other :
          {"random", "random:heads=layer", "h2o:recent=0.25", "h2o:agg=max", "snapkv:window=2,kernel=3",
           "snapkv:window=2,pool=avg", "chunkkv:window=2", "pyramid-kv:window=2", "oracle"})
-      cells.push_back({ConfiguredPolicy::parse(other), budget});
+      if (const ConfiguredPolicy policy = ConfiguredPolicy::parse(other); fits(trace, policy, budget))
+        cells.push_back({policy, budget});
     for (const int of_same : {40, 2, budget}) {
       const ConfiguredPolicy policy = ConfiguredPolicy::parse(GetParam());
       if (fits(trace, policy, of_same)) cells.push_back({policy, of_same});
@@ -413,8 +421,9 @@ TEST_P(EveryPolicy, RecallsNoMoreThanTheOracleWithItsCounts) {
           EXPECT_EQ(run.selections.at({1, l}).set.count(row), selection.set.count(row));
         }
       if (selection.differs_by_query()) continue;  // no fixed set: the oracle does not bind it
-      const double pairs = static_cast<double>(conditions.eval_queries.size()) * trace.header().query_heads;
-      const double best = best_recall(run, selection, l, trace.header().group(), pairs);
+      const LayerShape shape = trace.header().shape(conditions.layers[static_cast<std::size_t>(l)]);
+      const double pairs = static_cast<double>(conditions.eval_queries.size()) * shape.query_heads;
+      const double best = best_recall(run, selection, l, shape.query_heads / shape.kv_heads, pairs);
       EXPECT_LE(run.recall(0, l), best + 1e-6);
       if (asked.size() > 1) {
         EXPECT_NEAR(run.recall(1, l), best, 1e-6) << "the oracle reaches its bound";
@@ -449,9 +458,11 @@ TEST_P(EveryPolicy, RecallsNoMoreThanOraclesThatMayChooseEverMore) {
       EXPECT_THROW(static_cast<void>(ConfiguredPolicy::parse(asked.back()).plans(layers)), Error);
       return;
     }
+    const LayerShape shape = trace.header().shape(conditions.layers.front());
+    if (trace.header().largest_shape(conditions.layers) != shape) return;  // free=layers needs layers of one shape
     const RecordedRun run = record(trace, asked, budget);
-    const int group = trace.header().group();
-    const double pairs = static_cast<double>(conditions.eval_queries.size()) * trace.header().query_heads;
+    const int group = shape.query_heads / shape.kv_heads;
+    const double pairs = static_cast<double>(conditions.eval_queries.size()) * shape.query_heads;
     double all = 0, recalled = 0;
     std::vector<double> of_model;
     long slots_of_model = 0;

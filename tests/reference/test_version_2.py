@@ -13,8 +13,25 @@ import pytest
 import kvreplay as kv
 from kvreplay.program import program
 
+POLICIES = ["snapkv:window=8", "streaming-llm", "h2o", "ada-kv:window=8", "tova", "snapkv:window=8,heads=query"]
 METRICS = ["attention_recall", "attention_l1", "attention_cosine", "output_error", "sink_mass:logit"]
 SHAPE = ["--layers", "2", "--prompt", "90", "--continuation", "6"]
+
+
+def random_shapes(seed: int) -> list[str]:
+    """Options of `kvreplay synth` that give each of two layers another number of heads and other dimensions."""
+    draw = np.random.default_rng(seed)
+    kv_heads, groups = draw.permutation(4)[:2] + 1, draw.integers(1, 4, 2)
+    dims = {"--head-dim": draw.permutation(30)[:2] + 3, "--value-dim": draw.permutation(30)[:2] + 3}
+    lists = {"--query-heads": kv_heads * groups, "--kv-heads": kv_heads, **dims}
+    return [word for option, numbers in lists.items() for word in (option, ",".join(map(str, numbers)))]
+
+
+def bytes_of(trace: kv.Trace, layer: int, kept: np.ndarray) -> float:
+    """Bytes of the kept tokens of a layer, a key and a value for each KV head, or for each set."""
+    k, v = trace.k(layer), trace.v(layer)
+    components = k.shape[2] + (v.shape[2] if "/model@value_is_key" not in trace else 0)
+    return float(kept.sum() * max(1, len(k) // len(kept)) * components * k.itemsize)
 
 
 def attention(logits: np.ndarray, sink: float, held: np.ndarray) -> np.ndarray:
@@ -29,7 +46,8 @@ def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = T
     q, k, v = (array.astype(np.float64) for array in (trace.q(layer), trace.k(layer), trace.v(layer)))
     group = len(q) // len(k)
     chunk = trace["/model/chunk"][layer] if "/model/chunk" in trace else 0
-    sinks = trace["/model/sinks"][layer] if with_sinks and "/model/sinks" in trace else np.full(len(q), -np.inf)
+    has_sinks = with_sinks and "/model/sinks" in trace
+    sinks = trace["/model/sinks"][layer][: len(q)] if has_sinks else np.full(len(q), -np.inf)
     values: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for head, sink in enumerate(sinks):
         row = {1: 0, len(k): head // group}.get(len(kept), head)
@@ -75,6 +93,9 @@ def test_closed_forms(sink: float) -> None:
         ["--value-dim", "80", "--sink-logits"],
         ["--value-is-key", "--value-dim", "40", "--kv-heads", "1", "--sink-logits"],
         ["--chunk", "80,0"],
+        ["--query-heads", "4,6", "--kv-heads", "2,3", "--sink-logits"],
+        ["--head-dim", "24,40", "--value-dim", "56,16"],
+        *([*random_shapes(seed)] for seed in range(4)),
     ],
     ids="_".join,
 )
@@ -84,13 +105,16 @@ def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
     trace = kv.Trace(path)
     assert trace["/@version"] == 2
     run = kv.replay(
-        trace, policies=["snapkv:window=8", "streaming-llm", "h2o"], budgets=[20], metrics=METRICS, sliding="treat"
-    )
+        trace, policies=POLICIES, budgets=[20], metrics=[*METRICS, "kv_bytes"], sliding="treat"
+    )  # fmt: skip
     table = run.results[run.results["head"] == "all"].fillna({"variant": ""})
     for cell in run.cells["cell"]:
-        kept = run.selection_of(cell, trace.prompt).mask()
+        selection = run.selection_of(cell, trace.prompt)
+        kept = selection.mask()
         for layer in range(trace.layers):
-            wanted = expected(trace, layer, kept[layer])
+            own = kept[layer] if selection.rows is None else kept[layer][: selection.rows[layer]]
+            wanted = expected(trace, layer, np.asarray(own))
+            wanted["kv_bytes"] = bytes_of(trace, layer, np.asarray(own))
             rows = table[(table["cell"] == cell) & (table["layer"].astype(str) == str(layer))]
             for metric, number in wanted.items():
                 name, _, variant = metric.partition(":")
@@ -149,6 +173,15 @@ def test_native_reads(stored: Sequence[str], tmp_path: Path) -> None:
         (["--visible", "3,8"], lambda file: file["model"].attrs.__delitem__("visible_block"), "/model@visible_block"),
         (["--visible", "3,8"], lambda file: put(file["layers/001/visible"], 12), "units of a query: expected at least"),
         (["--visible", "3,8"], lambda file: put(file["layers/000/visible"], -1), "units of a query: expected at least"),
+        (["--kv-heads", "2,4"], lambda file: file["model/heads"].write_direct(np.array([[8, 3], [8, 4]], np.int32)),
+         "/model/heads: value: expected a divisor of 8 (Hq), found 3 at element 1"),
+        (["--kv-heads", "2,4"], lambda file: file["model/heads"].write_direct(np.array([[8, 2], [8, 2]], np.int32)),
+         "/model@n_kv_heads: value: expected 2, the largest in /model/heads, found 4"),
+        (["--head-dim", "8,4"], lambda file: file["model/head_dims"].write_direct(np.array([[4, 8], [8, 4]], np.int32)),
+         "/layers/000/k: shape: expected [2, 96, 4], found [2, 96, 8]"),
+        (["--head-dim", "8,4"], lambda file: file["model/rope/pairs"].write_direct(np.array([4, 3], np.int32)),
+         "/model/rope/pairs: shape: expected at most 2 pairs (offset + 2r <= d), found 3"),
+        (["--head-dim", "8,4"], lambda file: file["model"].__delitem__("rope/pairs"), "at most 2 pairs"),
         (["--chunk", "32"], lambda file: file["model/chunk"].write_direct(np.array([8, -1], np.int32)), "/model/chunk"),
     ],
 )  # fmt: skip

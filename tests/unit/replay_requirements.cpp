@@ -16,7 +16,8 @@ class SpansOf : public TraceFiles {
  protected:
   SpansOf() {
     SynthOptions options = synth_defaults("gaussian");
-    options.layers = options.query_heads = options.kv_heads = 1;
+    options.layers = 1;
+    options.query_heads = options.kv_heads = 1;
     options.head_dim = 2;
     options.prefill = 36;
     options.continuation = 4;
@@ -127,6 +128,51 @@ TEST_F(WindowAtQuestion, IsTheEndWhereNoQuestionIsMarked) {
   EXPECT_EQ(instead(none, "snapkv"), "");
   EXPECT_EQ(instead(none, "nacl:protect=(sinks=1)"), "uses the last tokens of the prompt instead");
   EXPECT_EQ(instead(with({{"asked", "question", 24, 30}}), "snapkv:window_at=question"), "");
+}
+
+class LayersOfDifferentShape : public TraceFiles {
+ protected:
+  /// The reason why a policy rejects the trace, behind the file's name; layers 2 and 3 have one shape.
+  std::string refusal(const std::string& policy, const std::vector<int>& layers) {
+    const Trace trace = Trace::open(file("shapes.h5"));
+    const Conditions conditions{.boundary = 40, .eval_queries = eval_queries(trace, "continuation"), .layers = layers};
+    try {
+      check_policy(trace, conditions, ConfiguredPolicy::parse(policy), 10);
+    } catch (const Error& error) {
+      return std::string(error.what()).substr(file("shapes.h5").string().size());
+    }
+    return "accepted";
+  }
+
+  LayersOfDifferentShape() {
+    SynthOptions options = synth_defaults("gaussian");
+    options.prefill = 40;
+    options.query_heads = {4, 8, 8, 8};
+    options.head_dim = {16, 16, 32, 32};
+    synthesise(options, file("shapes.h5"));
+  }
+};
+
+TEST_F(LayersOfDifferentShape, ServeThePoliciesThatTreatEachAlone) {
+  for (const char* policy : {"snapkv:window=4", "ada-kv:window=4", "h2o-online", "simlayerkv", "think", "sca", "full",
+                             "chunkkv:window=4,reuse=2", "random-twin:of=(snapkv:window=4)", "oracle:scope=layer"})
+    EXPECT_EQ(refusal(policy, {0, 1, 2, 3}), "accepted") << policy;
+}
+
+TEST_F(LayersOfDifferentShape, AreRejectedWithTheFieldByPoliciesThatCombineThem) {
+  const std::string expected = ": expected layers of one shape, or a policy that treats each layer alone, found ";
+  EXPECT_EQ(refusal("pyramid-kv:window=4", {0, 1}),
+            ":/model/heads: pyramid-kv allocates tokens among layers" + expected +
+                "4 query / 2 KV heads in layer 0, 8 query / 2 KV heads in layer 1");
+  EXPECT_EQ(refusal("dynamickv:window=4", {1, 2}), ":/model/head_dims: dynamickv allocates tokens among layers" +
+                                                       expected +
+                                                       "16 / 16 components in layer 1, 32 / 32 components in layer 2");
+  EXPECT_TRUE(refusal("minicache", {0, 1}).starts_with(":/model/heads: minicache stores layers in pairs"));
+  EXPECT_TRUE(refusal("snapkv:window=4,heads=query,share=every", {0, 1})
+                  .starts_with(":/model/heads: snapkv uses the set of one layer in others"));
+  EXPECT_TRUE(refusal("random-twin:of=(lava:window=4)", {0, 1}).starts_with(":/model/heads: lava"));
+  for (const char* policy : {"pyramid-kv:window=4", "dynamickv:window=4", "minicache"})
+    EXPECT_EQ(refusal(policy, {2, 3}), "accepted") << "treated layers have one shape: " << policy;
 }
 
 class WithoutRope : public TraceFiles {};

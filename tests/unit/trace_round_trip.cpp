@@ -45,6 +45,8 @@ TraceHeader full_header() {
   header.quantisation = "4bit";
   header.value_dim = 5;
   header.visible_block = 3;
+  header.heads = {4, 2, 4, 2};
+  header.head_dims = {6, 5, 6, 5};
   header.sliding_window = {0, 5};
   header.sinks = {0.5, -HUGE_VAL, -1, 2, 0, 0, 0, 0.25};
   header.chunk = {0, 4};
@@ -52,6 +54,7 @@ TraceHeader full_header() {
   header.has_rope = true;
   header.rope_interleaved = true;
   header.rope_pairs = 2;
+  header.layer_pairs = {2, 1};
   header.rope_offset = 2;
   header.inv_freq = {1, 0.5, 0, 0};
   header.attention_scaling = {1.25, 1};
@@ -179,13 +182,14 @@ TEST_F(RoundTrip, HeaderValues) {
       ++values;
       EXPECT_TRUE(*before == *after) << entry.object;
     }
-  EXPECT_EQ(values, 35);
+  EXPECT_EQ(values, 38);
   EXPECT_EQ(trace.header().rope_pairs, 2);
 }
 
 TEST_F(RoundTrip, ValuesMayBeComponentsOfTheKeys) {
   TraceHeader header = full_header();
   header.value_dim = 0;
+  header.head_dims.clear();
   header.value_is_key = 4;
   const std::vector<Written> written = write("trace.h5", DType::float16, {}, 3, header);
   const Trace trace = Trace::open(file("trace.h5"));
@@ -203,6 +207,9 @@ TEST_F(RoundTrip, OptionalObjectsMayBeLeftOut) {
   TraceHeader header = full_header();
   header.value_dim = 0;
   header.rope_offset = 0;
+  header.heads.clear();
+  header.head_dims.clear();
+  header.layer_pairs.clear();
   header.sinks.clear();
   header.chunk.clear();
   header.has_rope = false;
@@ -257,6 +264,7 @@ TEST_F(RoundTrip, TheHashIsOfContentsAlone) {
   EXPECT_NE(changed([](TraceHeader& h) { h.ids[3] += 1; }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.spans[0].end += 1; }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.has_rope = false; }), hash);
+  EXPECT_NE(changed([](TraceHeader& h) { h.layer_pairs = {2, 2}; }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.quantisation = "8bit"; }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.reference_tail[1] += 0.5; }), hash);
   EXPECT_NE(changed([](TraceHeader& h) { h.reference_ids.clear(); }), hash);
@@ -287,6 +295,9 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   header.has_rope = false;
   header.source_hash.clear();
   header.quantisation.clear();
+  header.heads.clear();
+  header.head_dims = {6, 5};
+  header.layer_pairs.clear();
   header.sinks.resize(4);
   header.chunk = {4};
   header.reference_ids.clear();
@@ -309,6 +320,7 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   value("/tokens@prefill", raw(std::int64_t{5}));
   value("/model/sliding_window", raw(std::int32_t{0}));
   value("/model/layer_index", raw(std::int32_t{3}));
+  value("/model/head_dims", raw(6, 5));
   value("/model/sinks", raw(0.5, -HUGE_VAL, -1.0, 2.0));
   value("/model/chunk", raw(std::int32_t{4}));
   value("/tokens/ids", raw(5, 4, 3, 2, 1, 0, 7));
@@ -371,8 +383,16 @@ TEST_F(RoundTrip, TheWriterRefusesWhatTheReaderWould) {
     return refusal([&] { TraceWriter(file("x.h5"), header); });
   };
   const std::string at = file("x.h5").string();
-  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.kv_heads = 3; }),
+  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.heads.clear(), h.kv_heads = 3; }),
             at + ":/model@n_kv_heads: value: expected a divisor of 4 (Hq), found 3");
+  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.heads[3] = 3, h.kv_heads = 3; }),
+            at + ":/model/heads: value: expected a divisor of 4 (Hq), found 3 at element 3");
+  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.head_dims[0] = h.head_dims[2] = 5; }),
+            at + ":/model@head_dim: value: expected 5, the largest in /model/head_dims, found 6");
+  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.value_dim = 0, h.value_is_key = 6; }),
+            at + ":/model/head_dims: beside /model@value_is_key: expected one of the two, found a dataset");
+  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.layer_pairs[0] = 3, h.inv_freq.resize(6), h.rope_pairs = 3; }),
+            at + ":/model/rope/pairs: shape: expected at most 2 pairs (offset + 2r <= d), found 3");
   EXPECT_EQ(header_refusal([](TraceHeader& h) { h.layers = 3; }),
             at + ":/model/sliding_window: shape: expected [3], found [2]");
   EXPECT_EQ(header_refusal([](TraceHeader& h) { h.inv_freq.pop_back(); }),

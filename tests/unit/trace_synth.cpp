@@ -12,6 +12,7 @@
 #include "random.h"
 #include "trace/compare.h"
 #include "trace/synth.h"
+#include "trace/validate.h"
 #include "trace_files.h"
 
 namespace kvreplay {
@@ -105,7 +106,7 @@ TEST_F(Synth, ALongTraceBeginsAsAShortOne) {
   const Trace small = make(options, "small.h5");
   options.prefill = 20000;
   const Trace large = make(options, "large.h5");
-  for (int h = 0; h < options.query_heads; ++h)
+  for (int h = 0; h < options.query_heads.of(0); ++h)
     for (int t = 0; t < 132; ++t)
       ASSERT_EQ(std::memcmp(small.layer(0).q.row(h, t), large.layer(0).q.row(h, t), small.layer(0).q.row_bytes()), 0);
 }
@@ -124,6 +125,39 @@ TEST_F(Synth, LastQueriesAreThoseOfTheWholeTrace) {
     for (int h = 0; h < 8; ++h)
       EXPECT_EQ(std::memcmp(layer.q.row(h, i), whole.layer(1).q.row(h, position), layer.q.row_bytes()), 0);
   }
+}
+
+TEST_F(Synth, LayersMayDifferInShape) {
+  SynthOptions options = synth_defaults("repeat");
+  options.layers = 3;
+  options.prefill = 70;
+  options.query_heads = {4, 6};
+  options.kv_heads = {4, 2};
+  options.head_dim = {16, 24};
+  options.value_dim = {8, 0};
+  options.sinks = true;
+  const Trace trace = make(options);
+  const TraceHeader& header = trace.header();
+  EXPECT_EQ(header.heads, (std::vector<std::int32_t>{4, 4, 6, 2, 4, 4}));
+  EXPECT_EQ(header.head_dims, (std::vector<std::int32_t>{16, 8, 24, 24, 16, 8}));
+  EXPECT_EQ(header.layer_pairs, (std::vector<std::int32_t>{8, 12, 8}));
+  EXPECT_EQ(header.largest_shape(std::vector<int>{0, 2}), (LayerShape{4, 4, 16, 8}));
+  EXPECT_EQ(header.largest_shape(std::vector<int>{0, 1}), (LayerShape{6, 4, 24, 24}));
+  for (int l = 0; l < 3; ++l) {
+    const LayerTensors layer = trace.layer(l);
+    EXPECT_EQ((LayerShape{layer.q.heads, layer.k.heads, layer.q.dim, layer.v.dim}), options.shape(l));
+    EXPECT_EQ(layer.k.dim, layer.q.dim);
+    EXPECT_EQ(std::ssize(layer.rope.inv_freq), layer.q.dim / 2);
+    EXPECT_EQ(std::ssize(layer.sinks), layer.q.heads);
+  }
+  EXPECT_TRUE(validate_deep(trace).problems.empty()) << "each layer has its own frequencies";
+
+  options = synth_defaults("gaussian");
+  const std::string hash = make(options, "plain.h5").hash();
+  options.query_heads = {8, 8};
+  const Trace equal = make(options, "equal.h5");
+  EXPECT_EQ(equal.hash(), hash);
+  EXPECT_TRUE(equal.header().heads.empty());
 }
 
 TEST_F(Synth, GaussianHasMeanZeroAndVarianceOne) {

@@ -167,11 +167,35 @@ std::string own_reads(const Trace& trace) {
   return fmt::format("at most {} {} per query, in {} of {} layers", most, unit, layers, header.layers);
 }
 
-/// What values have other than keys.
-std::string values_text(const TraceHeader& header) {
-  if (!header.stores_values())
-    return fmt::format("  values: first {} components of the keys", header.value_components());
-  return header.value_components() == header.head_dim ? "" : fmt::format(", {} of values", header.value_components());
+/// "4 layers  8 query / 2 KV heads  head dimension 64"; a line for each shape where layers differ.
+std::vector<std::string> shape_lines(const TraceHeader& header) {
+  std::vector<std::pair<LayerShape, int>> shapes;  // and the number of layers
+  for (int l = 0; l < header.layers; ++l) {
+    const auto found = std::ranges::find(shapes, header.shape(l), &std::pair<LayerShape, int>::first);
+    if (found == shapes.end())
+      shapes.emplace_back(header.shape(l), 1);
+    else
+      ++found->second;
+  }
+  std::vector<std::string> lines;
+  for (const auto& [shape, layers] : shapes) {
+    const std::string values = !header.stores_values()
+                                   ? fmt::format("  values: first {} components of the keys", shape.value_dim)
+                               : shape.value_dim == shape.key_dim ? ""
+                                                                  : fmt::format(", {} of values", shape.value_dim);
+    lines.push_back(
+        fmt::format("{} layers  {} query / {} KV heads  head dimension {}{}",
+                    shapes.size() == 1 ? fmt::format("{}", layers) : fmt::format("{} of {}", layers, header.layers),
+                    shape.query_heads, shape.kv_heads, shape.key_dim, values));
+  }
+  return lines;
+}
+
+/// [L, 2]; empty where all layers have the same.
+Json pairs_of(const std::vector<std::int32_t>& numbers) {
+  Json pairs = Json::array();
+  for (std::size_t i = 0; i + 1 < numbers.size(); i += 2) pairs.push_back({numbers[i], numbers[i + 1]});
+  return pairs;
 }
 
 Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& cost) {
@@ -192,6 +216,8 @@ Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& 
                 {"head_dim", header.head_dim},
                 {"value_dim", header.value_components()},
                 {"value_is_key", !header.stores_values()},
+                {"heads", pairs_of(header.heads)},
+                {"head_dims", pairs_of(header.head_dims)},
                 {"prompt", header.prefill},
                 {"continuation", header.continuation()},
                 {"boundary", use.conditions.boundary},
@@ -232,9 +258,9 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
       {"written", fmt::format("{} by {}", header.created, header.producer)},
       {"model", fmt::format("{}  {}  computed in {}{}", header.model, header.architecture, name_of(header.dtype),
                             header.synthetic ? "  synthetic" : "")},
-      {"tokens", fmt::format("prompt {} + continuation {}", header.prefill, header.continuation())},
-      {"shape", fmt::format("{} layers  {} query / {} KV heads  head dimension {}{}", header.layers, header.query_heads,
-                            header.kv_heads, header.head_dim, values_text(header))},
+      {"tokens", fmt::format("prompt {} + continuation {}", header.prefill, header.continuation())}};
+  for (const std::string& line : shape_lines(header)) rows.push_back({"shape", line});
+  const TableRow of_attention[] = {
       {"queries", stored_queries(trace)},
       {"window", sizes_by_layer(header.sliding_window)},
       {"chunk", sizes_by_layer(header.chunk)},
@@ -242,9 +268,10 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
       {"reads", own_reads(trace)},
       {"scale", header.logit_softcap > 0.0 ? fmt::format("{}  softcap {}", header.softmax_scale, header.logit_softcap)
                                            : fmt::format("{}", header.softmax_scale)},
-      {"rope", header.has_rope ? fmt::format("{} pairs, {}", header.rope_pairs,
-                                             header.rope_interleaved ? "interleaved" : "half-split")
+      {"rope", header.has_rope ? fmt::format("{}{} pairs, {}", header.layer_pairs.empty() ? "" : "at most ",
+                                             header.rope_pairs, header.rope_interleaved ? "interleaved" : "half-split")
                                : "none"}};
+  rows.insert(rows.end(), std::begin(of_attention), std::end(of_attention));
   for (const Span& span : header.spans)
     rows.push_back({"span", fmt::format("{}  {}  [{}, {})", span.name, span.kind, span.begin, span.end)});
   if (const int tokens = use.conditions.boundary; tokens < header.prefill)

@@ -1,6 +1,7 @@
 #include "trace/synth.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <limits>
 
@@ -17,10 +18,10 @@ namespace {
 constexpr Option options[] = {
     {"output", 'o', "FILE", "", "trace to write"},
     {"layers", 0, "N", "", "layers (default: see kinds)"},
-    {"query-heads", 0, "N", "", "query heads"},
-    {"kv-heads", 0, "N", "", "KV heads; a divisor of the query heads"},
-    {"head-dim", 0, "N", "", "head dimension"},
-    {"value-dim", 0, "N", "", "head dimension of the values (default: that of the keys)"},
+    {"query-heads", 0, "N,...", "", "query heads of layers 0, 1, ..., repeated over all layers"},
+    {"kv-heads", 0, "N,...", "", "KV heads, likewise; divisors of the query heads"},
+    {"head-dim", 0, "N,...", "", "head dimension, likewise"},
+    {"value-dim", 0, "N,...", "", "head dimension of the values, likewise (default: that of the keys)"},
     {"value-is-key", 0, "", "", "values are the first components of the keys, as in MLA"},
     {"prompt", 0, "N", "", "prompt tokens"},
     {"continuation", 0, "N", "", "tokens after the prompt"},
@@ -52,11 +53,12 @@ int last_queries(const std::string& text) {
   return n;
 }
 
-std::vector<int> sizes(const std::string& option, const std::string& text) {
-  std::vector<int> all;
+SizeByLayer sizes(const std::string& option, const std::string& text, int least) {
+  SizeByLayer all;
   for (const std::string& piece : split(text, ',')) {
     all.push_back(parse_int(option, piece));
-    if (all.back() < 0) throw Error{Refusal::usage, option, "out of range", "0 or more", piece};
+    if (all.back() < least)
+      throw Error{Refusal::usage, option, "out of range", fmt::format("{} or more", least), piece};
   }
   return all;
 }
@@ -66,16 +68,19 @@ SynthOptions requested(const Arguments& arguments) {
   const auto number = [&](const char* option, int& value, int least) {
     if (arguments.given(option)) value = arguments.whole_number(option, least, many);
   };
+  const auto by_layer = [&](const std::string& option, SizeByLayer& values, int least) {
+    if (arguments.given(option)) values = sizes("--" + option, arguments.text(option), least);
+  };
   number("layers", wanted.layers, 1);
-  number("query-heads", wanted.query_heads, 1);
-  number("kv-heads", wanted.kv_heads, 1);
-  number("head-dim", wanted.head_dim, 1);
-  number("value-dim", wanted.value_dim, 1);
+  by_layer("query-heads", wanted.query_heads, 1);
+  by_layer("kv-heads", wanted.kv_heads, 1);
+  by_layer("head-dim", wanted.head_dim, 1);
+  by_layer("value-dim", wanted.value_dim, 1);
   wanted.value_is_key = arguments.given("value-is-key");
   wanted.sinks = arguments.given("sink-logits");
   if (arguments.given("visible")) {
-    const std::vector<int> units = sizes("--visible", arguments.text("visible"));
-    if (units.size() != 2 || std::ranges::min(units) < 1)
+    const std::vector<int> units = sizes("--visible", arguments.text("visible"), 1);
+    if (units.size() != 2)
       throw Error{Refusal::usage, "--visible", "value", "U,B, each at least 1", arguments.text("visible")};
     wanted.visible = units[0];
     wanted.visible_block = units[1];
@@ -85,9 +90,8 @@ SynthOptions requested(const Arguments& arguments) {
   if (arguments.given("dtype")) wanted.dtype = dtype_of(arguments.text("dtype"));
   if (arguments.given("seed")) wanted.seed = arguments.seed("seed");
   if (arguments.given("queries")) wanted.last_queries = last_queries(arguments.text("queries"));
-  if (arguments.given("sliding-window"))
-    wanted.sliding_window = sizes("--sliding-window", arguments.text("sliding-window"));
-  if (arguments.given("chunk")) wanted.chunk = sizes("--chunk", arguments.text("chunk"));
+  by_layer("sliding-window", wanted.sliding_window, 0);
+  by_layer("chunk", wanted.chunk, 0);
   if (arguments.given("softcap"))
     wanted.logit_softcap = arguments.real_number("softcap", 0.0, std::numeric_limits<double>::max());
   if (arguments.given("rope-base"))
@@ -104,8 +108,8 @@ int run(const Arguments& arguments) {
   heed_interruptions();
   synthesise(wanted, path, interrupted);
   fmt::print("{}  {}  prompt {} + continuation {} tokens  {} layers  {} query / {} KV heads  {}\n", path, wanted.kind,
-             wanted.prefill, wanted.continuation, wanted.layers, wanted.query_heads, wanted.kv_heads,
-             size_text(std::filesystem::file_size(path)));
+             wanted.prefill, wanted.continuation, wanted.layers, fmt::join(wanted.query_heads, ","),
+             fmt::join(wanted.kv_heads, ","), size_text(std::filesystem::file_size(path)));
   return 0;
 }
 
@@ -116,7 +120,8 @@ std::string kinds() {
     text += fmt::format(
         "  {:10} {}\n             --layers {} --query-heads {} --kv-heads {} --head-dim {} --prompt {} "
         "--continuation {}\n",
-        kind.name, kind.summary, d.layers, d.query_heads, d.kv_heads, d.head_dim, d.prefill, d.continuation);
+        kind.name, kind.summary, d.layers, d.query_heads.of(0), d.kv_heads.of(0), d.head_dim.of(0), d.prefill,
+        d.continuation);
   }
   return text;
 }

@@ -50,12 +50,12 @@ class PythonCell {
       const std::scoped_lock alone(mutex_);
       found = cell_->layer(stored_layer);
     }
-    const TraceHeader& header = trace_->header();
-    const auto tokens = static_cast<std::size_t>(header.tokens());
+    const LayerShape shape = trace_->header().shape(stored_layer);
+    const auto tokens = static_cast<std::size_t>(trace_->header().tokens());
     return nb::make_tuple(as_array(std::move(found.keys), {static_cast<std::size_t>(found.key_heads), tokens,
-                                                           static_cast<std::size_t>(header.head_dim)}),
-                          as_array(std::move(found.values), {static_cast<std::size_t>(header.kv_heads), tokens,
-                                                             static_cast<std::size_t>(header.value_components())}),
+                                                           static_cast<std::size_t>(shape.key_dim)}),
+                          as_array(std::move(found.values), {static_cast<std::size_t>(shape.kv_heads), tokens,
+                                                             static_cast<std::size_t>(shape.value_dim)}),
                           as_list(std::move(found.positions)), as_list(std::move(found.stands_at)), found.bytes);
   }
 

@@ -60,7 +60,8 @@ class TableText(str):
 
 @dataclass(frozen=True)
 class Selection:
-    """The kept tokens of one cell, rows [L,H] as stored; `layers` are the stored layers that were treated.
+    """The kept tokens of one cell, rows [L,H] as stored; `layers` are the stored layers that were treated. H is the
+    number of rows of the layer that has most; where layers differ, arrays of rows are masked arrays.
 
     With a schedule they are the resident tokens after the last eviction of the prompt.
     """
@@ -76,17 +77,26 @@ class Selection:
     boundary: int  # P where the whole prompt is compressed
     # int [L,H,T] of schedules: position of the query after which a token was evicted; -1: never, or a one-shot layer
     evicted_at: np.ndarray | None = None
+    rows: np.ndarray | None = None  # int [n], rows of the treated layers where they differ; None: H each
 
     @property
     def kept(self) -> np.ndarray:
         """Kept tokens [n,H] of the treated layers."""
-        return np.diff(self.offsets).reshape(self.granted.shape)[self.layers]
+        return self._of_own_rows(np.diff(self.offsets).reshape(self.granted.shape)[self.layers])
 
     def mask(self) -> np.ndarray:
         """Whether a token is kept: bool [n,H,boundary]."""
         rows = np.zeros((self.granted.size, self.boundary), dtype=bool)
         rows[np.repeat(np.arange(self.granted.size), np.diff(self.offsets)), self.positions] = True
-        return rows.reshape(*self.granted.shape, self.boundary)[self.layers]
+        return self._of_own_rows(rows.reshape(*self.granted.shape, self.boundary)[self.layers])
+
+    def _of_own_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The array [n,H,...], without the rows that a layer does not have."""
+        if self.rows is None:
+            return rows
+        missing = np.arange(rows.shape[1]) >= self.rows[:, None]
+        missing = missing.reshape(*missing.shape, *[1] * (rows.ndim - 2))
+        return np.ma.array(rows, mask=np.broadcast_to(missing, rows.shape))
 
     def _repr_html_(self) -> str:
         return notebook_views.selection_html(self)
@@ -136,8 +146,9 @@ class TraceFacts:
     layers: int  # L
     layer_numbers: np.ndarray  # int [L], the model's own numbers
     treated: np.ndarray  # int, the stored layers that were treated, ascending
-    query_heads: int
+    query_heads: int  # the largest number of a treated layer
     kv_heads: int
+    heads: np.ndarray  # int [L,2], query and KV heads of each stored layer
     hash: str  # of the trace; empty: not known
     dtype: str  # empty: the run does not say
     synthetic: bool
@@ -466,9 +477,12 @@ class Run:
             rows[layers] = boundary
             offsets = np.concatenate([[0], np.cumsum(rows)])
             positions = np.tile(np.arange(boundary), offsets[-1] // boundary)
+        trace = self._trace_group(text(group.attrs["trace"]))
+        own = heads_of_layers(trace, len(granted))[layers][:, int(text(group.attrs.get("heads", "")) == "kv")]
         return Selection(
             layers=layers,
-            numbers=layer_numbers(self._trace_group(text(group.attrs["trace"])), len(granted))[layers],
+            numbers=layer_numbers(trace, len(granted))[layers],
+            rows=own if granted.shape[1] > 1 and (own < granted.shape[1]).any() else None,
             offsets=offsets,
             positions=positions,
             granted=granted,
@@ -507,6 +521,7 @@ class Run:
                 kind: group["redundancy_" + kind][()] for kind in ("key", "value") if "redundancy_" + kind in group
             },
             layer_numbers=layer_numbers(group, int(group.attrs["layers"])),
+            heads=heads_of_layers(group, int(group.attrs["layers"])),
             treated=np.asarray(group.attrs.get("treated", np.arange(int(group.attrs["layers"]))), dtype=int),
             hash=text(group.attrs.get("trace_hash", "")),
             dtype=text(group.attrs.get("dtype", "")),
@@ -656,6 +671,15 @@ class MemoryRun(Run):
         if trace not in self._files:
             raise Error(f"memory:/{trace}", "missing", "a trace of this replay", ", ".join(self._files))
         return h5py.File(h5py.h5f.open_file_image(self._files[trace]))
+
+
+def heads_of_layers(group: h5py.Group, layers: int) -> np.ndarray:
+    """Query and KV heads of each stored layer, int [L,2]. Untreated layers have those of the file's other layers."""
+    columns = [
+        group.attrs.get(f"layer_{kind}_heads", np.full(layers, group.attrs.get(f"{kind}_heads", 1)))
+        for kind in ("query", "kv")
+    ]
+    return np.stack(columns, axis=1).astype(int)
 
 
 def rows_of(path: Path) -> Iterator[pd.DataFrame]:

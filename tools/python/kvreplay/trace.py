@@ -57,7 +57,7 @@ class Trace:
     synthetic: bool
     dtype: str  # float16 | bfloat16 | float32
     layers: int  # L
-    query_heads: int
+    query_heads: int  # these four: the largest of a layer
     kv_heads: int
     head_dim: int  # d, of queries and keys
     value_dim: int  # dv, of values
@@ -106,6 +106,12 @@ class Trace:
         from kvreplay.notebook_views import trace_html
 
         return trace_html(self)
+
+    @property
+    def heads(self) -> np.ndarray:
+        """int [L,2]: query and KV heads of each layer."""
+        of_layers = self._trace.value("/model/heads")
+        return np.tile([self.query_heads, self.kv_heads], (self.layers, 1)) if of_layers is None else of_layers
 
     @property
     def spans(self) -> list[Span]:

@@ -50,6 +50,7 @@ def facts_of(trace: Trace) -> TraceFacts:
         synthetic=trace.synthetic,
         query_heads=trace.query_heads,
         kv_heads=trace.kv_heads,
+        heads=trace.heads,
         spans=trace.spans,
         redundancy={},
     )
