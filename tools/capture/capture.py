@@ -64,9 +64,27 @@ class Captured:
     worst: Deviation
 
 
-def sink_logits(call: LayerCall) -> np.ndarray:
-    """Of each query head, float64 [Hq]; -infinity: none."""
-    return np.full(call.q.shape[0], -np.inf) if call.sinks is None else call.sinks.detach().double().cpu().numpy()
+def sink_logits(call: LayerCall, query_heads: int) -> np.ndarray:
+    """Of each query head, float64 [query_heads]; -infinity: none."""
+    logits = np.full(query_heads, -np.inf)
+    if call.sinks is not None:
+        logits[: len(call.sinks)] = call.sinks.detach().double().cpu().numpy()
+    return logits
+
+
+def _tensors(
+    calls: Sequence[LayerCall], queries: int, tokens: int, store: str, with_wo: bool
+) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and types of all tensors of a trace."""
+    found: list[tuple[tuple[int, ...], str]] = []
+    for call in calls:
+        found.append(((call.q.shape[0], queries, call.q.shape[2]), store))
+        values = [call.v] if call.expansion is None else []  # of MLA they are components of the keys
+        found += [((x.shape[0], tokens, x.shape[2]), store) for x in (call.k, *values)]
+        found.append(((tokens,), "float32"))  # norms of the layer's input
+        if with_wo:
+            found.append((tuple(call.output_projection().shape), store))
+    return found
 
 
 def _checked(queries: int, verify_all: bool) -> np.ndarray:
@@ -144,14 +162,10 @@ def capture(
     queries = choices.queries or (LATENT_QUERIES if latent else prompt_tokens)
     first_query = max(0, prompt_tokens - queries)
     positions = np.arange(first_query, tokens)
-    query_heads, kv_heads, width, value_width = shape.q.shape[0], shape.k.shape[0], shape.q.shape[2], shape.v.shape[2]
-    layer = [((query_heads, len(positions), width), store), ((kv_heads, tokens, width), store)]
-    if not latent:
-        layer.append(((kv_heads, tokens, value_width), store))
-    layer.append(((tokens,), "float32"))  # norms of the layer's input
-    if choices.with_wo:
-        layer.append((tuple(shape.output_projection().shape), store))
-    _refuse_full_disk(path, expected_bytes(layer * len(calls)))
+    heads = np.array([[call.q.shape[0], call.k.shape[0]] for call in calls], np.int32)
+    dims = np.array([[call.k.shape[2], call.v.shape[2]] for call in calls], np.int32)
+    (query_heads, kv_heads), (width, value_width) = heads.max(0).tolist(), dims.max(0).tolist()
+    _refuse_full_disk(path, expected_bytes(_tensors(calls, len(positions), tokens, store, choices.with_wo)))
 
     with TraceWriter(path, choices.force, choices.producer) as trace:
         trace.attributes("/", synthetic=0)
@@ -170,13 +184,18 @@ def capture(
             **({"source_hash": choices.source_hash} if choices.source_hash else {}),
             **({"quantisation": choices.load} if choices.load else {}),
         )
+        for name, of_layers in (("heads", heads), ("head_dims", dims)):
+            if (of_layers != of_layers[0]).any():
+                trace.dataset(f"/model/{name}", of_layers)
         trace.dataset("/model/layer_index", np.array([call.layer for call in calls], np.int32))
         if rope:
             trace.attributes("/model/rope", style=rope.style, **({"offset": shape.rope_offset} if latent else {}))
             trace.dataset("/model/rope/inv_freq", rope.inv_freq)
             trace.dataset("/model/rope/attention_scaling", rope.attention_scaling)
+            if (rope.pairs != rope.inv_freq.shape[1]).any():
+                trace.dataset("/model/rope/pairs", rope.pairs)
         if any(call.sinks is not None for call in calls):
-            trace.dataset("/model/sinks", np.stack([sink_logits(call) for call in calls]))
+            trace.dataset("/model/sinks", np.stack([sink_logits(call, query_heads) for call in calls]))
         trace.attributes("/tokens", prefill=prompt_tokens)
         trace.dataset("/tokens/ids", np.array(ids, np.int32))
         trace.dataset("/tokens/offsets", np.array(offsets, np.int32))

@@ -91,12 +91,9 @@ def _refuse_missing_layers(layers: Layers, calls: Sequence[LayerCall]) -> None:
 def _refuse_differences(calls: Sequence[LayerCall], name: str) -> None:
     first = calls[0]
     for call in calls:
-        heads, found = ((one.q.shape[0], one.k.shape[0], one.k.shape[2], one.v.shape[2]) for one in (first, call))
-        if found != heads or call.rope_offset != first.rope_offset:
-            text = "head counts that differ by layer: " + "/".join(map(str, found)) + f" in layer {call.layer}"
-            shown = "/".join(map(str, heads))
-            expected = f"{shown} (query heads/KV heads/dimension/of values); choose equal layers (--layers)"
-            raise refused(name, text, expected)
+        if call.rope_offset != first.rope_offset:
+            expected = "layers of one kind; choose them with --layers"
+            raise refused(name, f"latent attention in some layers, not in layer {call.layer}", expected)
         if (call.scale, call.softcap) != (first.scale, first.softcap):
             found_text = f"softmax scale or softcap that differs in layer {call.layer}"
             raise refused(name, found_text, f"scale {first.scale}, softcap {first.softcap} everywhere")

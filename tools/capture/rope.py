@@ -48,7 +48,8 @@ class Rope:
     """The rotary data of all observed layers; a row of zeros: the layer does not rotate."""
 
     style: str
-    inv_freq: np.ndarray  # float64 [L,r]
+    inv_freq: np.ndarray  # float64 [L,r]; behind the pairs of a layer zeros
+    pairs: np.ndarray  # int32 [L]
     attention_scaling: np.ndarray  # float64 [L]
     closest: Fit  # of the layer with the smallest margin
 
@@ -95,6 +96,7 @@ def _deviation(found: np.ndarray, expected: np.ndarray) -> float:
 def _best_fit(
     layer: int, before: np.ndarray, after: np.ndarray, position: int, candidates: list[Frequencies], style: str
 ) -> Fit:
+    candidates = [one for one in candidates if 2 * len(one.inv_freq) <= before.shape[-1]]
     errors = [_deviation(after, rotate(before, position * c.inv_freq, style)) for c in candidates]
     best, *others = np.argsort(errors, kind="stable")
     return Fit(layer, candidates[best], errors[best], min((errors[other] for other in others), default=np.inf))
@@ -117,13 +119,13 @@ def identify(
     """
     tolerance = 16 * rounding + 1e-6 * position + 1e-5  # rounding of products; angles are float32 in the model
     at_start, moved = keys_at(0), keys_at(position)
-    width = min(keys.shape[-1] for keys in moved)
-    usable = [candidate for candidate in candidates if 2 * len(candidate.inv_freq) <= width]
     still = Frequencies(np.zeros(0), 1.0)
 
     def fits(style: str) -> list[Fit]:
         layers = enumerate(zip(at_start, moved, strict=True))
-        return [_best_fit(layer, before, after, position, [still, *usable], style) for layer, (before, after) in layers]
+        return [
+            _best_fit(layer, before, after, position, [still, *candidates], style) for layer, (before, after) in layers
+        ]
 
     by_style = {style: fits(style) for style in STYLES}
     style = min(STYLES, key=lambda style: max(fit.error for fit in by_style[style]))
@@ -146,15 +148,13 @@ def identify(
         raise refused(name, text, "one rotation that fits clearly best (try --dtype float32 or a longer prompt)")
     if all(fit.frequencies is still for fit in chosen):
         return None
-    pairs = {len(fit.frequencies.inv_freq) for fit in chosen if fit.frequencies is not still}
-    if len(pairs) > 1:
-        raise refused(name, "RoPE that pairs components differently by layer", "one pairing for all stored layers")
-    return Rope(
-        style,
-        np.stack([fit.frequencies.inv_freq if fit.frequencies is not still else np.zeros(*pairs) for fit in chosen]),
-        np.array([fit.frequencies.attention_scaling for fit in chosen]),
-        closest,
-    )
+    pairs = [len(fit.frequencies.inv_freq) for fit in chosen]
+    most = max(pairs)
+    # A layer that does not rotate has a row of zeros, in any number of pairs that its keys have.
+    pairs = [count or min(most, keys.shape[-1] // 2) for count, keys in zip(pairs, moved, strict=True)]
+    padded = [np.pad(fit.frequencies.inv_freq, (0, most - len(fit.frequencies.inv_freq))) for fit in chosen]
+    scaling = np.array([fit.frequencies.attention_scaling for fit in chosen])
+    return Rope(style, np.stack(padded), np.array(pairs, np.int32), scaling, closest)
 
 
 def produced_deviation(
