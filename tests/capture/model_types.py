@@ -56,6 +56,7 @@ LATENT: dict[str, int] = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_d
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types")
 # Settings that the sizes above require, by type.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_experts_per_token": 2, "num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "dots3_note": {"num_key_value_heads": 4},
@@ -68,8 +69,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "inkling2_text": {"unpadded_vocab_size": 128},
     "inkling_text": {"unpadded_vocab_size": 128},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"num_experts_per_token": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "mistral4": {"head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
 

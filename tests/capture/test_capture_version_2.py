@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,3 +176,16 @@ def test_native_selection(chunk: str, tmp_path: Path) -> None:
     config.index_topk = 200
     build(config).save_pretrained(tmp_path / "model")
     assert "/layers/000/visible" not in captured(tmp_path / "model", tmp_path / "u.h5", *options)
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "qwen3-next"])
+def test_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Synthetic traces of other architectures, with the heads of their checkpoints."""
+    families = runpy.run_path(str(Path(__file__).resolve().parents[2] / "traces" / "families.py"))
+    monkeypatch.setattr(sys, "argv", ["families.py", name, "-o", str(tmp_path)])
+    assert families["main"]() == 0
+    trace = Trace(tmp_path / f"{name}.h5")
+    assert trace.synthetic and trace.prompt == 512 and trace.tokens == 528
+    assert (trace.query_heads, trace.kv_heads) == {"minicpm3": (40, 1), "qwen3-next": (16, 2)}[name]
+    run = kv.replay(trace, ["snapkv:window=8", "knorm"], [0.2])
+    assert run.table().startswith("trace ")

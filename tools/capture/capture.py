@@ -45,6 +45,7 @@ class Choices:
     verify: bool = False  # all queries
     force: bool = False
     source_hash: str = ""
+    synthetic: bool = False  # random weights
     load: str | None = None  # quantised weights: 8bit or 4bit
     producer: str = PRODUCER  # as the trace names it
 
@@ -168,7 +169,7 @@ def capture(
     _refuse_full_disk(path, expected_bytes(_tensors(calls, len(positions), tokens, store, choices.with_wo)))
 
     with TraceWriter(path, choices.force, choices.producer) as trace:
-        trace.attributes("/", synthetic=0)
+        trace.attributes("/", synthetic=int(choices.synthetic))
         trace.attributes(
             "/model",
             name=choices.name,

@@ -26,6 +26,11 @@ class MaskRule:
         return int(self.arguments["q_offset"])
 
     @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return int(self.arguments["kv_length"])
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the elements."""
         return torch.bool

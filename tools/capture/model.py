@@ -142,7 +142,8 @@ def input_device(model: Any) -> torch.device:
 def decoder(model: Any) -> Any:
     """The base model: all layers, without the output head."""
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return model.base_model if found is model else found
+    is_model = isinstance(found, transformers.PreTrainedModel) and found is not model
+    return found if is_model else model.base_model  # some have a projection of this name
 
 
 def layer_configs(config: Any) -> list[Any]:

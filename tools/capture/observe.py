@@ -7,12 +7,15 @@ without it masks would be None and sliding windows would silently be ignored.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from accelerate.utils import align_module_device
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,6 +25,7 @@ from kvreplay.capture.model import decoder
 from kvreplay.capture.refusals import ATTENTION_SINKS, is_sink, refused
 from kvreplay.errors import Error
 
+MODELS = Path(transformers.__file__).parent  # whose code runs the models
 TOKENS_AT_ONCE = 4096  # whose hidden states are widened to float32
 
 # A choice of layers: by the model's own numbers, those with full attention, or all (None).
@@ -143,6 +147,9 @@ class _Attention:
             self._refuse_shapes(layer, query, key, value)
         is_causal = rest.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if isinstance(attention_mask, MaskRule) and attention_mask.keys != key.shape[2]:
+            found = f"layer {layer}: {key.shape[2]} keys of {attention_mask.keys} tokens"
+            raise refused(self._name, found, "a key of each token, none compressed or added")
         queries = query.shape[2]
         visibility = Visibility.of(attention_mask, queries, key.shape[2])
         rule = self._rule(visibility, is_causal, declared, query.device)
@@ -261,4 +268,11 @@ def observed(model: Any, name: str, observer: Callable[[LayerCall], None], layer
             if hasattr(module, "kv_b_proj"):
                 hooks.enter_context(module.kv_b_proj.register_forward_pre_hook(attention.expand))
         with replaced_attention(model, "kvreplay", attention, mask_rule):
-            yield
+            try:
+                yield
+            except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+                place = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1]
+                if isinstance(error, torch.OutOfMemoryError) or not place.startswith(str(MODELS)):
+                    raise
+                found = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise refused(name, found, "a model that runs with another attention function") from error

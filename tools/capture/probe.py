@@ -91,9 +91,10 @@ def _refuse_missing_layers(layers: Layers, calls: Sequence[LayerCall]) -> None:
 def _refuse_differences(calls: Sequence[LayerCall], name: str) -> None:
     first = calls[0]
     for call in calls:
-        if call.rope_offset != first.rope_offset:
-            expected = "layers of one kind; choose them with --layers"
-            raise refused(name, f"latent attention in some layers, not in layer {call.layer}", expected)
+        latent, found = ((one.rope_offset, one.rope_offset and one.k.shape[2]) for one in (first, call))
+        if found != latent:
+            text = f"latent vectors that differ in layer {call.layer}"
+            raise refused(name, text, "layers of one kind; choose them with --layers")
         if (call.scale, call.softcap) != (first.scale, first.softcap):
             found_text = f"softmax scale or softcap that differs in layer {call.layer}"
             raise refused(name, found_text, f"scale {first.scale}, softcap {first.softcap} everywhere")

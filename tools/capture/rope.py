@@ -89,7 +89,9 @@ def rotate(x: np.ndarray, angles: np.ndarray, style: str) -> np.ndarray:
 
 
 def _deviation(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference, relative to the largest component."""
+    """Largest difference, relative to the largest component; 0 without components."""
+    if not expected.size:
+        return 0.0
     return float(np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30))
 
 

@@ -154,8 +154,8 @@ TensorInMemory tensor_in_memory(nb::handle given) {
 }
 
 LayerInMemory layer_in_memory(nb::handle given) {
-  LayerInMemory layer{
-      .q = tensor_in_memory(given[0]), .k = tensor_in_memory(given[1]), .v = tensor_in_memory(given[2])};
+  LayerInMemory layer{.q = tensor_in_memory(given[0]), .k = tensor_in_memory(given[1])};
+  if (!given[2].is_none()) layer.v = tensor_in_memory(given[2]);
   if (!given[3].is_none()) layer.wo = tensor_in_memory(given[3]);
   layer.query_positions = nb::cast<std::vector<std::int32_t>>(given[4]);
   return layer;

@@ -37,13 +37,19 @@ OBJECTS = {
     "rope.inv_freq": "/model/rope/inv_freq",
     "rope.attention_scaling": "/model/rope/attention_scaling",
     "prompt": "/tokens@prefill",
+    "value_is_key": "/model@value_is_key",
+    "sinks": "/model/sinks",
+    "chunk": "/model/chunk",
+    "rope.offset": "/model/rope@offset",
     "ids": "/tokens/ids",
     "offsets": "/tokens/offsets",
     "text": "/tokens/text",
     "spans": "/spans",
 }
 # Numbers that the shapes of the tensors say.
-SHAPES = {"/model@n_layers": "k", "/model@n_query_heads": "q", "/model@n_kv_heads": "k", "/model@head_dim": "k"}
+SHAPES = {"/model@n_layers": "k", "/model@n_query_heads": "q", "/model@n_kv_heads": "k", "/model@head_dim": "k",
+          "/model@value_dim": "v", "/model/heads": "q, k", "/model/head_dims": "k, v",
+          "/model/rope/pairs": "rope.inv_freq"}  # fmt: skip
 ARGUMENTS = {place: argument for argument, place in OBJECTS.items()} | SHAPES
 IN_LAYER = {"q": "q", "k": "k", "v": "v", "wo": "wo", "q_positions": "query_positions"}
 
@@ -53,15 +59,16 @@ class Rope:
     """Rotary position embedding for `kv.from_arrays`: pair i of a head's components is rotated by position *
     inv_freq[i] radians."""
 
-    inv_freq: Any  # [r], or [L, r]; a row of zeros: that layer has no RoPE
+    inv_freq: Any  # [r], or L rows [r], also of different length; a row of zeros: that layer has no RoPE
     attention_scaling: Any = 1.0  # a number, or [L]: factor on cosine and sine, contained in queries and keys
     style: str = "halves"  # pairs (i, i+r); interleaved: (2i, 2i+1)
+    offset: int = 0  # number of the first component that is rotated
 
 
 def from_arrays(
     q: Sequence[Any],
     k: Sequence[Any],
-    v: Sequence[Any],
+    v: Sequence[Any] | None,
     *,
     prompt: int,
     ids: Any = None,
@@ -72,6 +79,9 @@ def from_arrays(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sliding_window: Any = 0,
+    chunk: Any = 0,
+    sinks: Any = None,
+    value_is_key: int = 0,
     query_positions: Any = None,
     wo: Sequence[Any] | None = None,
     dtype: str | None = None,
@@ -84,21 +94,27 @@ def from_arrays(
 ) -> Trace:
     """Returns a trace of arrays in memory. Every function that accepts a trace accepts it.
 
-    `q`, `k` and `v` are lists over layers of arrays [Hq, Tq, d], [Hkv, T, d] and [Hkv, T, d] in float16, bfloat16
-    (ml_dtypes) or float32: numpy arrays, CPU tensors of PyTorch, or other objects that numpy reads. Queries and keys
-    are those after RoPE, of `prompt` prompt tokens and their continuation. An array is copied only where its elements
-    are not contiguous or in another byte order. Arrays must not change while the trace is in use.
+    `q`, `k` and `v` are lists over layers of arrays [Hq, Tq, d], [Hkv, T, d] and [Hkv, T, dv] in float16, bfloat16
+    (ml_dtypes) or float32: numpy arrays, CPU tensors of PyTorch, or other objects that numpy reads. Layers may differ
+    in heads and dimensions. Queries and keys are those after RoPE, of `prompt` prompt tokens and their continuation. An
+    array is copied only where its elements are not contiguous or in another byte order. Arrays must not change while
+    the trace is in use.
 
     `ids` [T]: token numbers (default: 0 each); `text` with `offsets` [T, 2]; `spans`: (name, kind, begin, end).
     `rope`: a `kv.Rope`, or any object with its attributes. `softmax_scale`: default d ** -0.5. `sliding_window`: a
-    number of tokens or one for each layer, 0 for none. `query_positions`: positions of the queries in `q`, for all
+    number of tokens or one for each layer, 0 for none; `chunk` likewise: query t sees keys from floor(t / C) C on.
+    `sinks` [L, Hq]: sink logits, -infinity for none. `value_is_key` n: values are the first n components of the
+    keys, and `v` is None, as in latent attention. `query_positions`: positions of the queries in `q`, for all
     layers or a list over layers (default: all T). `wo`: output projections [hidden, Hq*d]. `dtype`: the type that the
     model computed in (default: that of the keys). `name`: what results call the trace.
 
     Raises Error, with the name of the argument, if `kvreplay validate` would reject a file of such a trace.
     """
-    arrays = {"q": list(q), "k": list(k), "v": list(v)}
+    arrays = {"q": list(q), "k": list(k)}
+    if (v is None) != bool(value_is_key):
+        raise Error("v", "values", "None beside value_is_key, else a list over layers", type(v).__name__)
     layers = len(arrays["k"])
+    arrays["v"] = [None] * layers if v is None else list(v)
     if wo is not None:
         arrays["wo"] = list(wo)
     if not layers:
@@ -107,19 +123,24 @@ def from_arrays(
         if len(of_layers) != layers:
             raise Error(argument, "layers", str(layers), str(len(of_layers)))
     tensors = {
-        argument: [None if one is None and argument == "wo" else _tensor(f"{argument}[{layer}]", one)
+        argument: [None if one is None and (argument == "wo" or v is None) else _tensor(f"{argument}[{layer}]", one)
                    for layer, one in enumerate(of_layers)]
         for argument, of_layers in arrays.items()
     }  # fmt: skip
-    query_heads, _, _ = _three("q[0]", "[Hq, Tq, d]", tensors["q"][0])
-    kv_heads, tokens, dim = _three("k[0]", "[Hkv, T, d]", tensors["k"][0])
+    queries = [_three(f"q[{layer}]", "[Hq, Tq, d]", one) for layer, one in enumerate(tensors["q"])]
+    keys = [_three(f"k[{layer}]", "[Hkv, T, d]", one) for layer, one in enumerate(tensors["k"])]
+    widths = [value_is_key if one is None else _three(f"v[{layer}]", "[Hkv, T, dv]", one)[2]
+              for layer, one in enumerate(tensors["v"])]  # fmt: skip
+    heads = [(query[0], key[0]) for query, key in zip(queries, keys, strict=True)]
+    dims = [(key[2], width) for key, width in zip(keys, widths, strict=True)]
+    tokens, dim, value_dim = keys[0][1], max(dims)[0], max(widths)
     positions = _positions(query_positions, layers)
     indices = range(layers) if layer_index is None else layer_index
     values: dict[str, Any] = {
         "/@synthetic": int(bool(synthetic)),
         "/model@n_layers": layers,
-        "/model@n_query_heads": query_heads,
-        "/model@n_kv_heads": kv_heads,
+        "/model@n_query_heads": max(of_layer[0] for of_layer in heads),
+        "/model@n_kv_heads": max(of_layer[1] for of_layer in heads),
         "/model@head_dim": dim,
         "/model@softmax_scale": _number("softmax_scale", dim**-0.5 if softmax_scale is None else softmax_scale),
         "/model@logit_softcap": _number("softcap", softcap),
@@ -129,6 +150,17 @@ def from_arrays(
         "/tokens/ids": _integers("ids", np.zeros(tokens, np.int32) if ids is None else ids, (tokens,)),
         "/spans": _spans(spans),
     }
+    if value_is_key:
+        values["/model@value_is_key"] = _whole("value_is_key", value_is_key)
+    elif value_dim != dim:
+        values["/model@value_dim"] = value_dim
+    for name_, of_layers in (("heads", heads), ("head_dims", dims)):
+        if len(set(of_layers)) > 1:
+            values[f"/model/{name_}"] = [number for of_layer in of_layers for number in of_layer]
+    if sinks is not None:
+        values["/model/sinks"] = _floats("sinks", sinks, (layers, values["/model@n_query_heads"]))
+    if any(chunks := _integers("chunk", chunk, (layers,))):
+        values["/model/chunk"] = chunks
     words = {"model": model, "architecture": architecture, "source_hash": source_hash, "text": text or ""}
     words["dtype"] = tensors["k"][0][1] if dtype is None else dtype
     for argument, word in words.items():
@@ -138,7 +170,11 @@ def from_arrays(
         values["/tokens/offsets"] = _integers("offsets", offsets, (tokens, 2))
     if rope is not None:
         values["/model/rope@style"] = _text("rope.style", rope.style)
-        values["/model/rope/inv_freq"] = _inverse_frequencies(rope.inv_freq, layers)
+        pairs, values["/model/rope/inv_freq"] = _inverse_frequencies(rope.inv_freq, layers)
+        if len(set(pairs)) > 1:
+            values["/model/rope/pairs"] = pairs
+        if offset := _whole("rope.offset", getattr(rope, "offset", 0)):
+            values["/model/rope@offset"] = offset
         values["/model/rope/attention_scaling"] = _floats("rope.attention_scaling", rope.attention_scaling, (layers,))
     if not isinstance(name, str) or not name or set(name) & set("/*?["):
         raise Error("name", "value", "a text without / * ? [", repr(name), Refusal.USAGE)
@@ -223,15 +259,17 @@ def _floats(where: str, given: Any, shape: tuple[int, ...]) -> list[float]:
     return _shaped(where, array.astype(np.float64), shape).reshape(-1).tolist()
 
 
-def _inverse_frequencies(given: Any, layers: int) -> list[float]:
-    """[L, r] of [L, r] or [r]."""
-    array = _read("rope.inv_freq", given)
-    if array.ndim == 1:
-        array = np.tile(array, (layers, 1))
-    pairs = array.shape[-1] if array.ndim else 0
-    if array.ndim != 2 or not pairs:
-        raise Error("rope.inv_freq", "shape", f"[{layers}, r] or [r]", str(list(array.shape)))
-    return _floats("rope.inv_freq", array, (layers, pairs))
+def _inverse_frequencies(given: Any, layers: int) -> tuple[list[int], list[float]]:
+    """The pairs of each layer and [L, r], of [r] or of L rows; shorter rows are filled with zeros."""
+    given = given if isinstance(given, list | tuple) else _read("rope.inv_freq", given)
+    rows = list(given) if isinstance(given, list | tuple) or given.ndim else []
+    if rows and all(np.ndim(row) == 0 for row in rows):
+        rows = [rows] * layers
+    if len(rows) != layers or not all(np.ndim(row) == 1 and len(row) for row in rows):
+        raise Error("rope.inv_freq", "shape", f"[{layers}, r] or [r]", str([np.shape(row) for row in rows]))
+    pairs = [len(row) for row in rows]
+    filled = [np.pad(np.asarray(row, np.float64), (0, max(pairs) - len(row))) for row in rows]
+    return pairs, _floats("rope.inv_freq", np.stack(filled), (layers, max(pairs)))
 
 
 def _positions(given: Any, layers: int) -> list[list[int]]:
