@@ -51,6 +51,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
                 PROMPT,
                 "--generate",
                 str(generated),
+                "--queries",
+                "all",
                 "-o",
                 str(folder / "t.h5"),
             ]

@@ -364,3 +364,25 @@ def test_merged_runs_have_the_rows_of_both(copy: Case, tmp_path: Path) -> None:
         "\n".join(line.replace("0.", "0.9", 1) if ",random," in line else line for line in lines[1]) + "\n"
     )
     assert program(["merge", str(tmp_path / "other"), str(tmp_path / "a"), str(tmp_path / "b")]) == 3
+
+
+def test_latent_attention(case: Callable[..., Case], capsys: pytest.CaptureFixture[str]) -> None:
+    """Kept sets are measured; what moves or pages latent keys is omitted by name."""
+    policies = ("snapkv:window=4", "h2o:schedule=every(16),recent=4", "streaming-llm:positions=cache", "quest:page=8")
+    made = case("deepseek_v3", "command", policies)
+    assert made.live() == 0
+    said = capsys.readouterr().err
+    for name in ("streaming-llm", "quest"):
+        assert re.search(f"omitted: {name}[^:]*: it moves, changes or pages latent keys", said), said
+    table = rows(made)
+    assert {"snapkv", "full", "random", "oracle"} <= set(table["policy"])
+    assert set(table[(table["policy"] == "full") & (table["metric"] == "kld")]["value"]) == {"0"}
+    assert made.live("--live-decisions") == 4
+
+
+def test_decisions_with_sink_logits(case: Callable[..., Case], capsys: pytest.CaptureFixture[str]) -> None:
+    """The first block is read with nothing evicted, so that its decisions are those of the replay."""
+    made = case("gpt_oss", "command", ("h2o:schedule=every(16),recent=4",))
+    assert made.live("--live-decisions") == 0
+    table = rows(made)
+    assert "h2o" in set(table["policy"])

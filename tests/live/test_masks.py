@@ -98,7 +98,7 @@ def loaded(made: Case) -> tuple[Run, TraceFacts, Any, Any, passes.Text]:
     return run, trace, model, eager, text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "deepseek_v3"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_continuation(name: str, batch: int, case: Callable[..., Case]) -> None:
     """Every cell, alone and beside others, and the reference."""

@@ -53,6 +53,7 @@ class LayerCall:
     sinks: torch.Tensor | None  # [Hq] logits of the term of the softmax that has no key
     selected: torch.Tensor | None  # int [n,u]: the only tokens that a query of sparse attention reads; later ones not
     expansion: torch.Tensor | None  # of MLA [Hq,dV,r]: a query head's values are its products with the latent vectors
+    expanded: tuple[torch.Tensor, torch.Tensor]  # keys and values [H,n,...] that the model reads; of MLA H is Hq
     input_norm: torch.Tensor | None  # float32 [n], of the layer's input; None: the model does not show it
 
     @property
@@ -171,11 +172,12 @@ class _Attention:
             return output, None
         norm = self._input_norm if self._block is not module else None  # a block that is its own attention has none
         q, k, v, expansion = query[0], key[0, :, -queries:], value[0, :, -queries:], None
+        expanded = k, v
         if hasattr(module, "kv_b_proj"):
             q, k, v, expansion = self._absorbed(layer, module, q, k, v.shape[2])
         begin = visibility.tokens - queries
         self._observer(LayerCall(layer, module, begin, q, k, v, output[0], scale, float(softcap or 0), window, chunk,
-                                 sinks, selected, expansion, norm))  # fmt: skip
+                                 sinks, selected, expansion, expanded, norm))  # fmt: skip
         return output, None
 
     def _absorbed(

@@ -19,7 +19,7 @@ import torch
 import kvreplay as kv
 from kvreplay.capture.model import input_device
 from kvreplay.errors import Error
-from kvreplay.live.attention import NEVER, MaskedAttention, masked
+from kvreplay.live.attention import NEVER, Layer, MaskedAttention, masked
 from kvreplay.live.cells import DECISIONS, LiveCell, evicted, leaves_of
 from kvreplay.live.passes import Text
 from kvreplay.results import DECIDED_LIVE, Run, TraceFacts, text
@@ -107,9 +107,11 @@ class Replayed:
         windows = [whole.layers[number].window for number in self._numbers]
         treated = {self._numbers[place] for place in trace.treated}
         self._sliding = "treat" if any(whole.layers[number].window for number in treated) else "skip"
+        layers = [whole.layers[number] for number in self._numbers]
         self._about = {
             "prompt": trace.boundary, "ids": whole.ids.numpy().astype(np.int32), "softmax_scale": some.scale,
-            "softcap": some.softcap, "sliding_window": windows, "layer_index": self._numbers, "name": trace.name,
+            "softcap": some.softcap, "sliding_window": windows, "chunk": [layer.chunk for layer in layers],
+            "sinks": None if some.sinks is None else _sinks(layers), "layer_index": self._numbers, "name": trace.name,
             "spans": [(span.name, span.kind, span.begin, span.end) for span in trace.spans],
             "rope": _rope(run, trace),
         }  # fmt: skip
@@ -125,6 +127,11 @@ class Replayed:
         if cells.empty:
             raise Error(self._policy, "replay", "a set", "; ".join(str(one.message) for one in said))
         return leaves_of(again.selection_of(cells["cell"].iloc[0], self._trace.boundary))
+
+
+def _sinks(layers: Sequence[Layer]) -> np.ndarray:
+    """The sink logits of all layers [L,Hq]."""
+    return np.stack([layer.sinks.detach().double().cpu().numpy() for layer in layers if layer.sinks is not None])
 
 
 def _rope(run: Run, trace: TraceFacts) -> kv.Rope | None:

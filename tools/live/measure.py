@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -61,6 +61,13 @@ class Work:
         failed = [f"{trace.name}: failed: {reason}" for reason in failed]
         return cls(results, predict, write, left_out, failed, len(cells) - len(predict))
 
+    def without_moved_keys(self) -> Work:
+        """The work in a model whose keys are expanded from latent vectors."""
+        cells = {cell.label for cell in (*self.predict, *self.write) if cell.stored is not None or cell.reads}
+        reasons = [f"omitted: {label}: it moves, changes or pages latent keys" for label in sorted(cells)]
+        predict, write = ([cell for cell in some if cell.label not in cells] for some in (self.predict, self.write))
+        return replace(self, predict=predict, write=write, left_out=[*self.left_out, *reasons])
+
     @property
     def cells(self) -> int:
         """The number of measurements to do."""
@@ -95,6 +102,7 @@ class LiveModel:
         self._memory = memory
         self._say = say
         self._decide = decide
+        self._is_latent = any(hasattr(module, "kv_b_proj") for module in model.modules())
         self.failed: list[str] = []
         self.floors: dict[str, float] = {}
 
@@ -103,6 +111,11 @@ class LiveModel:
     ) -> None:
         """Adds the numbers of these cells to live/NAME.csv; with `count`, also those of texts of `count` tokens."""
         work = Work.of(run_, trace, rows, count, self.way, self._decide)
+        if self._is_latent:
+            if self._decide:
+                raise Error("--live-decisions", "not in a model with latent attention", "a model that caches keys and "
+                            "values", trace.name, Refusal.CAPABILITY)  # fmt: skip
+            work = work.without_moved_keys()
         for reason in [*work.left_out, *work.failed]:
             self._say(reason)
         self.failed += work.failed
@@ -117,7 +130,7 @@ class LiveModel:
         if self._batch < self._most:
             self._say(f"{trace.name}: batch of {self._batch} cells in place of {self._most}, limited by --memory")
         whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
-        if by_keys:
+        if by_keys and not self._is_latent:  # the trace has latent vectors in the place of keys
             self._compare_keys(run_, trace, whole)
         bar = tqdm(total=work.cells, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
         try:
@@ -149,7 +162,8 @@ class LiveModel:
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         count = trace.tokens - trace.boundary
         token = 2 * layers * head_dim(config) * size  # keys and values of a head
-        heads = trace.query_heads if (rows["heads"] == "query").any() else trace.kv_heads
+        by_query_head = self._is_latent or (rows["heads"] == "query").any()
+        heads = trace.query_heads if by_query_head else trace.kv_heads
         width = layers * (hidden + trace.query_heads * head_dim(config))
         of_trace = trace.tokens * trace.kv_heads * token + 8 * count * vocabulary
         of_row = trace.tokens * (heads * token + 4 * hidden * size + trace.query_heads * min(ROW_BLOCK, trace.tokens))
@@ -243,9 +257,6 @@ class LiveModel:
 
     def _check(self, run_: Run, trace: TraceFacts, ids: np.ndarray) -> bool:
         """Rejects another model than the trace's. Returns whether keys must be compared, since a hash is missing."""
-        if any(hasattr(module, "kv_b_proj") for module in self._model.modules()):
-            raise Error(trace.name, "latent attention cannot be measured in a live model",
-                        "a model that caches keys and values", "/model@value_is_key", Refusal.CAPABILITY)  # fmt: skip
         config = self._model.config.get_text_config()
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         if ids.max() >= vocabulary:
@@ -253,6 +264,7 @@ class LiveModel:
         if len(np.unique(trace.heads[trace.treated], axis=0)) > 1:
             raise Error(trace.name, "/model/heads", "treated layers with equal heads, for the live model", "others")
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+        heads = (heads[0], 1) if self._is_latent else heads
         if heads != (trace.query_heads, trace.kv_heads):
             raise Error(trace.name, "another model", f"{trace.query_heads} query and {trace.kv_heads} KV heads",
                         "{} and {}".format(*heads))  # fmt: skip

@@ -49,7 +49,7 @@ def read(model: Any, name: str, ids: Sequence[int], prompt: int) -> Text:
     def observe(call: LayerCall) -> None:
         nonlocal heads
         heads = call.q.shape[0]
-        k, v = (x[:, :prompt].clone() for x in (call.k, call.v))
+        k, v = (x[:, :prompt].clone() for x in call.expanded)
         layers[call.layer] = Layer(call.scale, call.softcap, call.window, k, v, call.chunk, call.sinks)
 
     tokens = torch.tensor(list(ids), dtype=torch.long)
