@@ -158,6 +158,7 @@ TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Condit
   facts.prompt = header.prefill;
   facts.tokens = header.tokens();
   facts.layers = header.layers;
+  for (int l = 0; l < header.layers; ++l) facts.reading_layers += header.has_keys(l) ? 0 : 1;
   const LayerShape largest = header.largest_shape(conditions.layers);
   facts.query_heads = largest.query_heads;
   facts.kv_heads = largest.kv_heads;
@@ -204,6 +205,7 @@ void require_projections(const Trace& trace, std::span<const int> layers, std::s
   for (const MetricName& name : wanted) {
     const auto* of = std::get_if<OfProjectedOutput>(&find_variant(name)->measure);
     if (of == nullptr) continue;
+    check_projections(trace, layers, name.text());
     for (const int l : layers) {
       const auto require = [&](const char* object, const char* what, const char* remedy, const TensorView& tensor) {
         if (tensor.data == nullptr)

@@ -190,12 +190,14 @@ Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions
 
 std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
   const auto treated = static_cast<int>(trace.treated.size());
-  const std::string left_out =
-      trace.layers == treated ? "" : fmt::format(" ({} not compressed)", trace.layers - treated);
+  const int without_policy = trace.layers - treated - trace.reading_layers;
+  const std::string reading =
+      trace.reading_layers == 0 ? "" : fmt::format(" with the queries of {} others", trace.reading_layers);
+  const std::string left_out = without_policy == 0 ? "" : fmt::format(" ({} not compressed)", without_policy);
   const std::string first = trace.boundary == trace.prompt ? "" : fmt::format(" (first {} compressed)", trace.boundary);
   std::vector<std::string> pieces{
       trace.name, fmt::format("prompt {}{} + continuation {} tokens", trace.prompt, first, trace.tokens - trace.prompt),
-      fmt::format("{} layers{}", treated, left_out),
+      fmt::format("{} layers{}{}", treated, reading, left_out),
       fmt::format("{}{} query / {} KV heads", trace.has_equal_heads() ? "" : "up to ", trace.query_heads,
                   trace.kv_heads),
       trace.dtype};

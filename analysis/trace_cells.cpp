@@ -167,6 +167,7 @@ void write_conditions(Group& group, const TraceRecord& trace) {
   group.set_attribute("numerics", std::int64_t{trace.numerics});
   set_numbers(group, "treated", trace.treated);
   set_numbers(group, "layer_index", trace.layer_index);
+  if (trace.reading_layers > 0) group.set_attribute("reading_layers", std::int64_t{trace.reading_layers});
   if (trace.has_equal_heads()) return;
   set_numbers(group, "layer_query_heads", trace.layer_query_heads);
   set_numbers(group, "layer_kv_heads", trace.layer_kv_heads);
@@ -220,6 +221,7 @@ TraceRecord read_conditions(const Group& group, const std::string& name) {
   trace.numerics = count(group, "numerics", 0);
   trace.treated = numbers_of(group, "treated");
   trace.layer_index = numbers_of(group, "layer_index");
+  if (group.has_attribute("reading_layers")) trace.reading_layers = count(group, "reading_layers", 1);
   if (group.has_attribute("layer_query_heads")) {
     trace.layer_query_heads = numbers_of(group, "layer_query_heads");
     trace.layer_kv_heads = numbers_of(group, "layer_kv_heads");

@@ -44,6 +44,7 @@ struct TraceRecord {
   int head_dim = 0;
   std::vector<int> layer_query_heads = {};  // [L], and [L]; both empty: all treated layers have the same heads
   std::vector<int> layer_kv_heads = {};
+  int reading_layers = 0;  // that read keys and values of another layer, whose query heads include theirs
 
   std::string eval = {};  // as asked for
   int boundary = 0;

@@ -51,6 +51,8 @@ def limits(rule: dict) -> str:
     ):
         if key in rule:
             words.append(text.format(rule[key]))
+    if rule.get("of_source"):
+        words.append("absent if `/model/kv_source` names another layer")
     if rule.get("ascending"):
         words.append("strictly ascending")
     if rule.get("minus_infinity"):

@@ -1,5 +1,7 @@
 #include "replay/replay.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -72,12 +74,25 @@ class Replay {
     });
   }
 
+  /// Of a query head of a layer, named as it is stored.
+  static std::optional<Error> first_not_finite(const std::string& file, const LayerTensors& layer,
+                                               TraceHeader::QueryHead stored, int head,
+                                               std::span<const std::int32_t> positions,
+                                               std::optional<std::span<const std::int32_t>> rows) {
+    StoredTensor queries;
+    queries.path = fmt::format("/layers/{:03}/q", stored.layer);
+    queries.view = layer.q;
+    queries.view.data = layer.q.row(head - stored.head, 0);  // `stored.head` is the number in its own tensor
+    return kvreplay::first_not_finite(file, queries, stored.head, positions, rows);
+  }
+
   /// Numbers that are none would not stop every policy: a capped logit of infinity is the cap, and a maximum passes NaN
   /// by. Throws Error{input} that names the first in what is read of a layer.
   void require_finite(int stored, bool projection) const {
     const bool vectors = measures_vectors();
     const std::string file = of_.trace.path().string();
     const LayerTensors layer = of_.trace.layer(stored);
+    const std::vector<TraceHeader::QueryHead> query_heads = of_.trace.header().query_heads_of(stored);
     for (const StoredTensor& tensor : of_.trace.tensors(stored)) {
       const bool queries = tensor.path.ends_with("/q");
       if (tensor.path.ends_with("/wo") && !projection && !vectors) continue;
@@ -90,9 +105,11 @@ class Replay {
         for (const std::int32_t query : queries_read_) stored_rows.push_back(stored_query(layer, query));
         rows = stored_rows;
       }
-      std::vector<std::optional<Error>> of_heads(static_cast<std::size_t>(tensor.view.heads));
-      all_side_by_side(of_.backend.threads(), of_heads.size(), [&](std::size_t head) {
-        of_heads[head] = first_not_finite(file, tensor, static_cast<int>(head), positions, rows);
+      std::vector<std::optional<Error>> of_heads(static_cast<std::size_t>(queries ? layer.q.heads : tensor.view.heads));
+      all_side_by_side(of_.backend.threads(), of_heads.size(), [&](std::size_t h) {
+        const int head = static_cast<int>(h);
+        of_heads[h] = queries ? first_not_finite(file, layer, query_heads[h], head, positions, rows)
+                              : kvreplay::first_not_finite(file, tensor, head, positions, rows);
       });
       for (const std::optional<Error>& found : of_heads)
         if (found) throw *found;

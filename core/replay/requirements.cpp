@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <numeric>
@@ -109,11 +110,19 @@ std::vector<int> treated_layers(const Trace& trace, bool treat_sliding) {
   const TraceHeader& header = trace.header();
   std::vector<int> treated;
   for (int l = 0; l < header.layers; ++l)
-    if (treat_sliding || header.sees_all_tokens(l)) treated.push_back(l);
+    if (header.has_keys(l) && (treat_sliding || header.sees_all_tokens(l))) treated.push_back(l);
   if (treated.empty())
     throw Error{Refusal::input, trace.path().string(), "every layer has a sliding window or chunks",
                 "a layer without them, or --sliding treat"};
   return treated;
+}
+
+void check_projections(const Trace& trace, std::span<const int> layers, const std::string& who) {
+  for (const int layer : layers)
+    if (const std::vector<int> readers = trace.header().readers(layer); readers.size() > 1)
+      throw Error{Refusal::input, trace.path().string() + ":/model/kv_source",
+                  "several output projections for the values of one layer for " + who,
+                  "layers with separate keys and values", fmt::format("layers {}", fmt::join(readers, ", "))};
 }
 
 namespace {
@@ -151,36 +160,42 @@ QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuesti
   return range;
 }
 
-/// Throws Error{input} with the field in which layers differ. `what`: why the policy needs equal layers.
+/// Throws Error{input} with the field in which two layers differ. `what`: why the policy needs equal layers.
 [[noreturn]] void refuse_shapes(const Trace& trace, int layer, int other, const std::string& what) {
-  const LayerShape shapes[] = {trace.header().shape(layer), trace.header().shape(other)};
-  const bool heads = shapes[0].query_heads != shapes[1].query_heads || shapes[0].kv_heads != shapes[1].kv_heads;
-  const auto text = [heads](const LayerShape& shape) {
-    return heads ? fmt::format("{} query / {} KV heads", shape.query_heads, shape.kv_heads)
-                 : fmt::format("{} / {} components", shape.key_dim, shape.value_dim);
+  const LayerShape one = trace.header().shape(layer), two = trace.header().shape(other);
+  const bool dims = one.kv_heads == two.kv_heads && (one.key_dim != two.key_dim || one.value_dim != two.value_dim);
+  const auto text = [dims](const LayerShape& shape) {
+    return dims ? fmt::format("{} / {} components", shape.key_dim, shape.value_dim)
+                : fmt::format("{} query / {} KV heads", shape.query_heads, shape.kv_heads);
   };
-  throw Error{Refusal::input, trace.path().string() + (heads ? ":/model/heads" : ":/model/head_dims"), what,
+  throw Error{Refusal::input, trace.path().string() + (dims ? ":/model/head_dims" : ":/model/heads"), what,
               "layers of one shape, or a policy that treats each layer alone",
-              fmt::format("{} in layer {}, {} in layer {}", text(shapes[0]), layer, text(shapes[1]), other)};
+              fmt::format("{} in layer {}, {} in layer {}", text(one), layer, text(two), other)};
 }
 
-/// Plans that combine layers need layers that are equal in this respect.
+/// Plans that combine layers need layers that are equal in this respect: a token of a row has the same numbers.
 void check_shapes(const Trace& trace, std::span<const int> layers, const Plan& plan, const std::string& who) {
   const Allocator& allocate = *plan.allocate;
+  const Needs& needs = plan.score.needs;
   const bool allocates = allocate.from == CountsFrom::all_layers ||
                          (allocate.from == CountsFrom::sizes && !allocate.is_uniform && !allocate.keeps_everything);
-  const char* const combines = allocates                      ? " allocates tokens among layers"
-                               : plan.store->pairs_layers()   ? " stores layers in pairs"
-                               : plan.score.needs.same_shapes ? " reads a file for layers of one shape"
-                                                              : nullptr;
-  const auto rows = [&](int layer) {
-    const LayerShape shape = trace.header().shape(layer);
+  const char* const combines = needs.same_kv_shapes || needs.same_query_heads ? " reads a file for layers of one shape"
+                               : allocates                                    ? " allocates tokens among layers"
+                               : plan.store->pairs_layers()                   ? " stores layers in pairs"
+                                                                              : nullptr;
+  const auto rows = [&](const LayerShape& shape) {
     return rows_of(plan.grouping.heads, shape.query_heads, shape.kv_heads);
   };
+  const LayerShape first = trace.header().shape(layers.front());
   for (const int layer : layers) {
-    if (combines != nullptr && trace.header().shape(layer) != trace.header().shape(layers.front()))
+    const LayerShape shape = trace.header().shape(layer);
+    const bool same_rows = rows(shape) == rows(first);
+    const bool same_tokens = same_rows && shape.kv_heads == first.kv_heads && shape.key_dim == first.key_dim &&
+                             shape.value_dim == first.value_dim;
+    const bool same_queries = shape.query_heads == first.query_heads || !needs.same_query_heads;
+    if (combines != nullptr && !(same_tokens && same_queries))
       refuse_shapes(trace, layers.front(), layer, who + combines);
-    if (plan.share.shares() && rows(layer) != rows(layers.front()))
+    if (plan.share.shares() && !same_rows)
       refuse_shapes(trace, layers.front(), layer, who + " uses the set of one layer in others");
   }
 }
@@ -212,6 +227,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
   if (plan.store->moves_tokens && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope",
                 "keys cannot be moved to cache positions for " + who, "the RoPE frequencies of the model", "none"};
+  if (needs_of(plan).projection) check_projections(trace, layers, who);
   for (int l = of_range.first; needs_of(plan).projection && l < of_range.end(); ++l)
     if (const int stored = conditions.layers[static_cast<std::size_t>(l)]; !output_projection(trace, stored).data)
       throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/wo", trace.path().string(), stored),

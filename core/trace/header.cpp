@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <type_traits>
 #include <utility>
 
@@ -48,6 +49,7 @@ const std::pair<std::string_view, Member> members[] = {
     {"/model/layer_index", &TraceHeader::layer_index},
     {"/model/heads", &TraceHeader::heads},
     {"/model/head_dims", &TraceHeader::head_dims},
+    {"/model/kv_source", &TraceHeader::kv_source},
     {"/model/sinks", &TraceHeader::sinks},
     {"/model/chunk", &TraceHeader::chunk},
     {"/model/rope/inv_freq", &TraceHeader::inv_freq},
@@ -194,8 +196,9 @@ std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& 
   return value;
 }
 
-bool is_left_out(const SchemaEntry& entry, const TraceHeader& header) {
-  return !entry.unless.empty() && header_value(header, schema().entry(entry.unless)).has_value();
+std::string left_out_by(const SchemaEntry& entry, const TraceHeader& header, int layer) {
+  if (!entry.unless.empty() && header_value(header, schema().entry(entry.unless))) return entry.unless;
+  return entry.of_source && !header.has_keys(layer) ? "/model/kv_source" : "";
 }
 
 std::vector<std::uint64_t> dataset_shape(const TraceHeader& header, const SchemaEntry& entry, const Value& value) {
@@ -366,6 +369,49 @@ void Rules::note_shapes_of_layers(const TraceHeader& header, const Note& note) c
   }
 }
 
+namespace {
+
+bool has_other_rope(const TraceHeader& header, int layer, int other) {
+  const auto at = static_cast<std::size_t>(layer), at_other = static_cast<std::size_t>(other);
+  const auto pairs = static_cast<std::size_t>(header.rope_pairs);
+  if (header.attention_scaling.size() <= at || header.inv_freq.size() < (at + 1) * pairs) return false;
+  const auto row = [&](std::size_t l) { return std::span(header.inv_freq).subspan(l * pairs, pairs); };
+  return header.attention_scaling[at] != header.attention_scaling[at_other] ||
+         !std::ranges::equal(row(at), row(at_other));
+}
+
+}  // namespace
+
+void Rules::note_sources(const TraceHeader& header, const Note& note) const {
+  const auto layers = static_cast<int>(header.kv_source.size());
+  for (int l = 0; l < layers; ++l) {
+    const int source = header.source(l);
+    if (source > l || !header.has_keys(source)) {
+      note("/model/kv_source", "value", fmt::format("{} or an earlier layer with keys and values", l),
+           fmt::format("{} at element {}", source, l));
+      return;
+    }
+    const auto differs = [&](const std::vector<std::int32_t>& of_layers, int columns, int column) {
+      const auto at = [&](int layer) { return static_cast<std::size_t>(columns * layer + column); };
+      return at(layers - 1) < of_layers.size() && of_layers[at(l)] != of_layers[at(source)];
+    };
+    const char* differing = differs(header.heads, 2, 1)            ? "/model/heads"
+                            : differs(header.head_dims, 2, 0)      ? "/model/head_dims"
+                            : differs(header.head_dims, 2, 1)      ? "/model/head_dims"
+                            : differs(header.sliding_window, 1, 0) ? "/model/sliding_window"
+                            : differs(header.chunk, 1, 0)          ? "/model/chunk"
+                            : differs(header.layer_pairs, 1, 0)    ? "/model/rope/pairs"
+                            : has_other_rope(header, l, source)    ? "/model/rope"
+                                                                   : nullptr;
+    if (differing != nullptr)
+      note(differing, "value",
+           fmt::format("in layer {} the KV heads, dimensions, window, chunks and RoPE of layer {}, "
+                       "whose keys it reads",
+                       l, source),
+           "others");
+  }
+}
+
 std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
   std::vector<Error> broken;
   const Note note = [&](const std::string& object, const std::string& what, const std::string& expected,
@@ -390,6 +436,7 @@ std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
   if (header.value_dim > 0 && header.value_is_key > 0)
     note("/model@value_dim", "beside /model@value_is_key", "one of the two", fmt::format("{}", header.value_dim));
   note_shapes_of_layers(header, note);
+  note_sources(header, note);
 
   std::int64_t characters = 0;
   first_invalid_byte(header.text, characters);

@@ -30,8 +30,8 @@ std::int64_t version_of(const TraceHeader& header);
 /// What the object's value is in `header`; none: an optional object that is left out.
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry);
 
-/// Whether another object of `header` says that this one is absent.
-bool is_left_out(const SchemaEntry& entry, const TraceHeader& header);
+/// The object of `header` that says that this one is absent, in layer `layer` if it is of layers; empty: none does.
+std::string left_out_by(const SchemaEntry& entry, const TraceHeader& header, int layer);
 
 /// The shape of the dataset that a value of `header` becomes; {}: a scalar.
 std::vector<std::uint64_t> dataset_shape(const TraceHeader& header, const SchemaEntry& entry, const Value& value);
@@ -75,6 +75,7 @@ class Rules {
 
   std::string expected_shape(const SchemaEntry& entry) const;
   void note_shapes_of_layers(const TraceHeader& header, const Note& note) const;
+  void note_sources(const TraceHeader& header, const Note& note) const;
 
   std::string file_;
   std::map<std::string, std::int64_t> sizes_;

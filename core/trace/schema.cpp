@@ -9,8 +9,8 @@ namespace kvreplay {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SchemaGroup, path, required)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(SchemaEntry, type, required, hashed, ascending, equals, one_of,
-                                                dimension, at_most, below, divides, with, unless, since, minus_infinity,
-                                                help)
+                                                dimension, at_most, below, divides, with, unless, of_source, since,
+                                                minus_infinity, help)
 
 namespace {
 

@@ -29,6 +29,7 @@ struct SchemaEntry {
   std::string divides;              // a dimension that is a multiple of the value
   std::string with;                 // a dataset that is present exactly when this one is
   std::string unless;               // an attribute of a number above 0, in whose presence this dataset is absent
+  bool of_source = false;           // absent in layers that read the keys and values of another
   int since = 1;                    // version of the format
   bool minus_infinity = false;      // allowed among its numbers
   std::string help;                 // its meaning

@@ -72,6 +72,10 @@ class SharedDirections {
     for (int l = 0; l < options.layers; ++l) {
       const LayerShape shape = options.shape(l);
       Layer& layer = layers_.emplace_back(Layer{shape.query_heads / shape.kv_heads, {}});
+      if (const int source = options.source(l); source != l) {
+        layer.directions = layers_[static_cast<std::size_t>(source)].directions;
+        continue;
+      }
       for (int h = 0; h < shape.kv_heads; ++h) {
         std::vector<float>& direction = layer.directions.emplace_back(static_cast<std::size_t>(shape.key_dim));
         fill_gaussian(chain(options.seed, static_cast<std::uint64_t>(directions), l, h), direction);
@@ -155,7 +159,7 @@ void turn(const std::vector<double>& inv_freq, bool interleaved, int position, s
 
 std::vector<double> frequencies(const SynthOptions& options, int layer) {
   std::vector<double> inv_freq;
-  const int dim = options.head_dim.of(layer);
+  const int dim = options.shape(layer).key_dim;
   if (options.rope_base > 0.0)
     for (int i = 0; i < dim / 2; ++i) inv_freq.push_back(std::pow(options.rope_base, -2.0 * i / dim));
   return inv_freq;
@@ -234,6 +238,16 @@ void require(bool holds, const char* option, const std::string& expected, const 
   if (!holds) throw Error{Refusal::usage, option, "value", expected, found};
 }
 
+void check_sources(const SynthOptions& options) {
+  require(options.kv_source.empty() || std::ssize(options.kv_source) == options.layers, "kv_source",
+          fmt::format("{} numbers, one for each layer", options.layers), std::to_string(options.kv_source.size()));
+  for (int l = 0; l < std::ssize(options.kv_source); ++l) {
+    const int source = options.source(l);
+    require(source >= 0 && source <= l && options.source(source) == source, "kv_source",
+            fmt::format("{} or an earlier layer with keys and values", l), fmt::format("{} for layer {}", source, l));
+  }
+}
+
 void check_shapes(const SynthOptions& options) {
   for (const auto& [name, sizes, least] :
        {std::tuple{"query_heads", &options.query_heads, 1}, std::tuple{"kv_heads", &options.kv_heads, 1},
@@ -258,6 +272,7 @@ void check(const SynthOptions& options) {
     require(value >= 1, name, "at least 1", std::to_string(value));
   require(options.layers <= most_layers, "layers", fmt::format("at most {}", most_layers),
           std::to_string(options.layers));
+  check_sources(options);
   check_shapes(options);
   require(options.continuation >= 0 && options.continuation < most_tokens, "continuation",
           fmt::format("0 to {}", most_tokens - 1), std::to_string(options.continuation));
@@ -282,7 +297,7 @@ double size_of_trace(const SynthOptions& options) {
   double numbers = 0;
   for (int l = 0; l < options.layers; ++l) {
     const LayerShape shape = options.shape(l);
-    const double keys = 1.0 * shape.kv_heads * tokens_of(options);
+    const double keys = options.source(l) == l ? 1.0 * shape.kv_heads * tokens_of(options) : 0.0;
     numbers +=
         (shape.query_heads * stored + keys) * shape.key_dim + (options.value_is_key ? 0.0 : keys * shape.value_dim);
   }
@@ -336,14 +351,15 @@ TraceHeader header_of(const SynthOptions& options) {
   header.logit_softcap = options.logit_softcap;
   if (options.visible > 0) header.visible_block = options.visible_block;
   set_shapes(header, options);
+  header.kv_source.assign(options.kv_source.begin(), options.kv_source.end());
   header.rope_interleaved = options.rope_interleaved;
   for (int l = 0; l < options.layers; ++l) {
-    header.sliding_window.push_back(options.sliding_window.of(l));
-    header.chunk.push_back(options.chunk.of(l));
+    header.sliding_window.push_back(options.sliding_window.of(options.source(l)));
+    header.chunk.push_back(options.chunk.of(options.source(l)));
     header.layer_index.push_back(l);
     for (int h = 0; options.sinks && h < header.query_heads; ++h)
       header.sinks.push_back(
-          h % 4 == 3 || h >= header.shape(l).query_heads
+          h % 4 == 3 || h >= header.own_query_heads(l)
               ? -HUGE_VAL
               : normal(chain(options.seed, static_cast<std::uint64_t>(sinks), l), static_cast<std::uint64_t>(h)));
     std::vector<double> inv_freq = frequencies(options, l);
@@ -422,8 +438,8 @@ void make_rows(const RowMaker& maker, Tag tag, int layer, const SynthOptions& op
 }  // namespace
 
 LayerShape SynthOptions::shape(int layer) const {
-  const int values = value_dim.of(layer);
-  return {query_heads.of(layer), kv_heads.of(layer), head_dim.of(layer), values > 0 ? values : head_dim.of(layer)};
+  const int of_keys = source(layer), dim = head_dim.of(of_keys), values = value_dim.of(of_keys);
+  return {query_heads.of(layer), kv_heads.of(of_keys), dim, values > 0 ? values : dim};
 }
 
 const std::vector<SynthKind>& synth_kinds() {
@@ -466,6 +482,7 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
       writer.write(fmt::format("/layers/{:03}/visible", l), visible_units(options, l, last),
                    {static_cast<std::uint64_t>(shape.kv_heads), stored, static_cast<std::uint64_t>(options.visible)});
     write(queries, l, shape.query_heads, last, [&](std::span<const std::byte> rows) { writer.append_q(rows); });
+    if (options.source(l) != l) continue;
     write(keys, l, shape.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_k(rows); });
     if (!options.value_is_key)
       write(values, l, shape.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_v(rows); });

@@ -32,18 +32,21 @@ struct SynthOptions {
   int continuation = 32;        // G
   DType dtype = DType::float16;
   std::uint64_t seed = 0;
-  int last_queries = 0;            // store the last N queries; 0: all
-  SizeByLayer sliding_window = 0;  // W; 0: none
-  SizeByLayer chunk = 0;           // C; 0: none
-  int visible = 0;                 // units that each query reads, drawn at random and its own; 0: every token
-  int visible_block = 1;           // tokens of a unit
-  double logit_softcap = 0.0;      // 0: none
-  bool value_is_key = false;       // values are the first dv components of the keys
-  bool sinks = false;              // each query head has a sink logit, standard normal; every fourth has none
-  double rope_base = 10000.0;      // inv_freq[i] = base^(-2i/d); 0: no RoPE
+  std::vector<int> kv_source = {};  // layer whose keys and values each layer reads; empty: its own
+  int last_queries = 0;             // store the last N queries; 0: all
+  SizeByLayer sliding_window = 0;   // W; 0: none
+  SizeByLayer chunk = 0;            // C; 0: none
+  int visible = 0;                  // units that each query reads, drawn at random and its own; 0: every token
+  int visible_block = 1;            // tokens of a unit
+  double logit_softcap = 0.0;       // 0: none
+  bool value_is_key = false;        // values are the first dv components of the keys
+  bool sinks = false;               // each query head has a sink logit, standard normal; every fourth has none
+  double rope_base = 10000.0;       // inv_freq[i] = base^(-2i/d); 0: no RoPE
   bool rope_interleaved = false;
   Existing existing = Existing::refuse;
 
+  int source(int layer) const { return kv_source.empty() ? layer : kv_source[static_cast<std::size_t>(layer)]; }
+  /// Sizes of the layer's own queries, and of the keys and values that it reads.
   LayerShape shape(int layer) const;
 };
 

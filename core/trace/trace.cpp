@@ -54,6 +54,25 @@ struct Contents {
   std::vector<Error> violations;  // of the format, each with its remedy
 };
 
+/// Queries of layers that read the same keys must have one type and the same positions.
+std::vector<Error> different_queries(const std::string& file, const TraceHeader& header,
+                                     const std::vector<LayerPlaces>& layers) {
+  std::vector<Error> differing;
+  for (int l = 0; l < header.layers; ++l) {
+    const int source = header.source(l);
+    const LayerPlaces& own = layers[static_cast<std::size_t>(l)];
+    const LayerPlaces& of_source = layers[static_cast<std::size_t>(source)];
+    const std::string expected = fmt::format("those of layer {}, whose keys it reads", source);
+    if (own.tensors.front().dtype != of_source.tensors.front().dtype)
+      differing.emplace_back(Refusal::input, fmt::format("{}:/layers/{:03}/q", file, l), "type", expected,
+                             name_of(own.tensors.front().dtype));
+    if (own.query_positions != of_source.query_positions)
+      differing.emplace_back(Refusal::input, fmt::format("{}:/layers/{:03}/q_positions", file, l), "value", expected,
+                             "others");
+  }
+  return differing;
+}
+
 /// Walks the schema through one file, and notes every violation.
 class Reader {
  public:
@@ -89,6 +108,8 @@ class Reader {
     const double most = schema().entry("/model@n_layers").max.value_or(0);
     const auto layers = std::min(rules_.known("L").value_or(0), static_cast<std::int64_t>(most));
     for (int l = 0; l < layers; ++l) read_layer(l);
+    if (contents_.violations.empty())
+      for (const Error& broken : different_queries(path_, contents_.header, contents_.layers)) note(broken);
   }
 
   /// Takes a step. A violation is noted, and ends the step; false.
@@ -182,11 +203,12 @@ class Reader {
 
   /// The dataset, if it is there or has to be, as far as storage goes.
   std::optional<hdf5::Dataset> find_dataset(const hdf5::Group& parent, const SchemaEntry& entry,
-                                            const std::string& object) const {
+                                            const std::string& object, int layer = 0) const {
     const hdf5::Group::Member found = parent.member(entry.name);
-    const bool left_out = is_left_out(entry, contents_.header);
-    if (left_out && found != hdf5::Group::Member::none) refuse(object, "beside " + entry.unless, "none", "a dataset");
-    if (found == hdf5::Group::Member::none && (left_out || !entry.required)) return std::nullopt;
+    const std::string left_out_by = kvreplay::left_out_by(entry, contents_.header, layer);
+    if (!left_out_by.empty() && found != hdf5::Group::Member::none)
+      refuse(object, "beside " + left_out_by, "none", "a dataset");
+    if (found == hdf5::Group::Member::none && (!left_out_by.empty() || !entry.required)) return std::nullopt;
     require_kind(object, found, hdf5::Group::Member::dataset);
     hdf5::Dataset dataset = parent.dataset(entry.name);
     dataset.require_plain_storage();
@@ -319,8 +341,7 @@ class Reader {
     for (const SchemaEntry& entry : schema().datasets)
       if (entry.is_tensor())
         attempt([&] {
-          if (auto tensor = find_tensor(*group, entry, object_in_layer(entry, l)))
-            layer.tensors.push_back(std::move(*tensor));
+          if (auto tensor = find_tensor(*group, entry, l)) layer.tensors.push_back(std::move(*tensor));
         });
   }
 
@@ -339,8 +360,9 @@ class Reader {
   void read_visible(const hdf5::Group& group, int l, LayerPlaces& layer) {
     const SchemaEntry& entry = schema().entry("/layers/{layer}/visible");
     const std::string object = object_in_layer(entry, l);
-    const auto dataset = find_dataset(group, entry, object);
+    const auto dataset = find_dataset(group, entry, object, l);
     if (!dataset) return;
+    if (!contents_.header.kv_source.empty()) refuse(object, "beside /model/kv_source", "one of the two", "both");
     const int block = contents_.header.visible_block;
     if (block == 0) refuse(object, "units of unknown size", "/model@visible_block", "none");
     const Value value = read_value(*dataset, entry, object);
@@ -360,9 +382,9 @@ class Reader {
     layer.visible = units;
   }
 
-  std::optional<TensorPlace> find_tensor(const hdf5::Group& group, const SchemaEntry& entry,
-                                         const std::string& object) {
-    const auto dataset = find_dataset(group, entry, object);
+  std::optional<TensorPlace> find_tensor(const hdf5::Group& group, const SchemaEntry& entry, int l) {
+    const std::string object = object_in_layer(entry, l);
+    const auto dataset = find_dataset(group, entry, object, l);
     if (!dataset) return std::nullopt;
     TensorPlace place{.path = object};
     const hdf5::Type type = dataset->type();
@@ -443,10 +465,12 @@ std::vector<LayerPlaces> places_in_memory(const std::string& file, const TraceHe
                                 .memory = std::move(tensor.elements)});
     };
     add("q", layer.q);
-    add("k", layer.k);
-    if (header.stores_values()) add("v", layer.v);
+    if (header.has_keys(number)) add("k", layer.k);
+    if (header.has_keys(number) && header.stores_values()) add("v", layer.v);
     if (layer.wo) add("wo", *layer.wo);
   }
+  if (const std::vector<Error> differing = different_queries(file, header, all); !differing.empty())
+    throw differing.front();
   return all;
 }
 
@@ -488,17 +512,58 @@ class Trace::State {
     return largest;
   }
 
-  /// Of the tensors of layer l in a file: of those that are mapped, or of the others.
+  /// Of the tensors of layer l in a file, with the queries of its readers: of those that are mapped, or of the others.
   std::size_t bytes(int l, bool mapped) const {
     std::size_t sum = 0;
-    for (const TensorPlace& place : places(l).tensors)
-      if (!place.memory && place.offset.has_value() == mapped) sum += place.bytes();
+    for (const TensorPlace* place : places_read(l))
+      if (!place->memory && place->offset.has_value() == mapped) sum += place->bytes();
     return sum;
+  }
+
+  /// All tensors of layer l, and the queries of the layers that read its keys.
+  std::vector<const TensorPlace*> places_read(int l) const {
+    std::vector<const TensorPlace*> all;
+    for (const TensorPlace& place : places(l).tensors) all.push_back(&place);
+    const std::vector<int> readers = header_.readers(l);
+    for (const int reader : std::span(readers).subspan(1)) all.push_back(&places(reader).tensors.front());
+    return all;
+  }
+
+  /// Whether the queries of layer l are put together in memory: those of several layers, or those of a layer that reads
+  /// another's keys, since an archive keeps one layer at a time.
+  bool stacks_queries(int l) const { return !header_.has_keys(l) || header_.readers(l).size() > 1; }
+
+  /// The queries of layer l in the order of its KV heads, and their sink logits.
+  struct Stack {
+    std::vector<std::byte> queries;
+    std::vector<double> sinks;
+  };
+  const Stack& stack(int l) const {
+    if (stacked_layer_ == l) return stack_;
+    stacked_layer_ = -1;
+    const std::vector<TraceHeader::QueryHead> heads = header_.query_heads_of(l);
+    const auto most = static_cast<std::size_t>(header_.query_heads);
+    const TensorPlace& shape = places(l).tensors.front();
+    const std::size_t head_bytes = shape.bytes() / shape.shape.front();
+    stack_.queries.resize(heads.size() * head_bytes);
+    stack_.sinks.resize(header_.sinks.empty() ? 0 : heads.size());
+    for (const int reader : header_.readers(l)) {  // one by one, since an archive keeps one layer at a time
+      const TensorView queries = view(reader, 0);
+      for (std::size_t h = 0; h < heads.size(); ++h) {
+        if (heads[h].layer != reader) continue;
+        std::memcpy(stack_.queries.data() + h * head_bytes, queries.row(heads[h].head, 0), head_bytes);
+        if (!header_.sinks.empty())
+          stack_.sinks[h] =
+              header_.sinks[static_cast<std::size_t>(reader) * most + static_cast<std::size_t>(heads[h].head)];
+      }
+    }
+    stacked_layer_ = l;
+    return stack_;
   }
 
   const LayerPlaces& places(int l) const { return layers_.at(static_cast<std::size_t>(l)); }
 
-  /// The values of layer l.
+  /// The values of layer l, which has keys.
   TensorView values(int l) const {
     if (header_.stores_values()) return view(l, 2);
     TensorView components = view(l, 1);
@@ -581,14 +646,36 @@ class Trace::State {
 
   std::size_t limit_ = std::numeric_limits<std::size_t>::max();
   std::optional<MappedLimit> watch_;
+  mutable int stacked_layer_ = -1;
+  mutable Stack stack_;
   mutable int archived_layer_ = -1;
   mutable std::vector<std::vector<std::byte>> archived_;
 };
 
+std::vector<int> TraceHeader::readers(int l) const {
+  std::vector<int> all{l};
+  for (int reader = l + 1; has_keys(l) && !kv_source.empty() && reader < layers; ++reader)
+    if (source(reader) == l) all.push_back(reader);
+  return all;
+}
+
+std::vector<TraceHeader::QueryHead> TraceHeader::query_heads_of(int l) const {
+  std::vector<QueryHead> all;
+  const std::vector<int> of_keys = readers(l);
+  const int kv_heads_here = heads.empty() ? kv_heads : heads[2 * static_cast<std::size_t>(l) + 1];
+  for (int kv_head = 0; kv_head < kv_heads_here; ++kv_head)
+    for (const int reader : of_keys) {
+      const int group = own_query_heads(reader) / kv_heads_here;
+      for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) all.push_back({reader, head});
+    }
+  return all;
+}
+
 LayerShape TraceHeader::shape(int l) const {
   const auto at = 2 * static_cast<std::size_t>(l);
-  LayerShape shape{query_heads, kv_heads, head_dim, value_components()};
-  if (!heads.empty()) shape.query_heads = heads[at], shape.kv_heads = heads[at + 1];
+  LayerShape shape{0, kv_heads, head_dim, value_components()};
+  for (const int reader : readers(l)) shape.query_heads += own_query_heads(reader);
+  if (!heads.empty()) shape.kv_heads = heads[at + 1];
   if (!head_dims.empty()) shape.key_dim = head_dims[at], shape.value_dim = head_dims[at + 1];
   return shape;
 }
@@ -662,9 +749,18 @@ LayerTensors Trace::layer(int l) const {
   const TraceHeader& header = state_->header_;
   const auto at = static_cast<std::size_t>(l);
   LayerTensors tensors;
-  tensors.q = state_->view(l, 0);
-  tensors.k = state_->view(l, 1);
-  tensors.v = state_->values(l);
+  // An archived layer is put together in place of the one before it: the queries of other layers come first.
+  const bool stacked = state_->stacks_queries(l);
+  if (stacked) state_->stack(l);
+  const int source = header.source(l);
+  if (!stacked) tensors.q = state_->view(l, 0);
+  tensors.k = state_->view(source, 1);
+  tensors.v = state_->values(source);
+  if (stacked) {
+    const TensorPlace& queries = state_->places(l).tensors.front();
+    tensors.q = {state_->stack(l).queries.data(), queries.dtype, header.shape(l).query_heads,
+                 static_cast<int>(queries.shape[1]), static_cast<int>(queries.shape[2])};
+  }
   tensors.value_is_key = !header.stores_values();
   tensors.query_positions = query_positions(l);
   tensors.visible = {visible_units(l), header.visible_block};
@@ -674,7 +770,8 @@ LayerTensors Trace::layer(int l) const {
   if (!header.chunk.empty()) tensors.chunk = header.chunk[at];
   if (!header.sinks.empty()) {
     const auto most = static_cast<std::size_t>(header.query_heads);
-    tensors.sinks = std::span(header.sinks).subspan(at * most, static_cast<std::size_t>(tensors.q.heads));
+    tensors.sinks = stacked ? std::span<const double>(state_->stack(l).sinks)
+                            : std::span(header.sinks).subspan(at * most, static_cast<std::size_t>(tensors.q.heads));
   }
   if (header.has_rope)
     tensors.rope = {header.frequencies(l), header.attention_scaling[at], header.rope_interleaved, header.rope_offset};
@@ -701,26 +798,35 @@ bool Trace::prefetch(int l, bool queries) const {
   // Keys first: everything begins with them.
   std::uint64_t room = state_->room();
   bool all = true;
-  for (const std::size_t t : {std::size_t{1}, std::size_t{2}, std::size_t{0}}) {
-    if (t == 2 && !state_->header_.stores_values()) continue;
-    const TensorPlace& place = state_->places(l).tensors[t];
-    if (!place.offset || (t == 0 && !queries)) continue;
+  const TraceHeader& header = state_->header_;
+  const auto read_ahead = [&](const TensorPlace& place) {
+    if (!place.offset) return;
     const std::uint64_t bytes = std::min(place.bytes(), room);
     if (bytes > 0) state_->mapping_.read_ahead(*place.offset, bytes);
     all = all && bytes == place.bytes();
     room -= bytes;
-  }
+  };
+  for (const std::size_t t : {std::size_t{1}, std::size_t{2}})
+    if (t == 1 || header.stores_values()) read_ahead(state_->places(header.source(l)).tensors[t]);
+  // Queries of several layers are read as a whole.
+  for (const int reader : header.readers(l))
+    if (queries || state_->stacks_queries(l)) read_ahead(state_->places(reader).tensors.front());
   return all;
 }
 
 void Trace::release(int l) const {
-  for (const TensorPlace& place : state_->places(l).tensors)
-    if (place.offset) state_->mapping_.let_go(*place.offset, place.bytes());
+  for (const TensorPlace* place : state_->places_read(l))
+    if (place->offset) state_->mapping_.let_go(*place->offset, place->bytes());
 }
 
 std::size_t Trace::mapped_bytes(int l) const { return state_->bytes(l, true); }
 
-std::size_t Trace::archived_bytes(int l) const { return state_->bytes(l, false); }
+std::size_t Trace::archived_bytes(int l) const {
+  std::size_t stacked = 0;
+  if (state_->stacks_queries(l))
+    for (const int reader : state_->header_.readers(l)) stacked += state_->places(reader).tensors.front().bytes();
+  return state_->bytes(l, false) + stacked;
+}
 
 void Trace::limit_mapped(std::size_t bytes) const { state_->limit_mapped(bytes); }
 

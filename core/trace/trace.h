@@ -32,9 +32,9 @@ inline const Span* find_span(std::span<const Span> spans, std::string_view name)
   return nullptr;
 }
 
-/// Sizes of a layer's queries, keys and values.
+/// Sizes of a layer's queries, keys and values, as Trace::layer() gives them.
 struct LayerShape {
-  int query_heads = 0;  // Hq
+  int query_heads = 0;  // Hq, of all layers that read the keys and values
   int kv_heads = 0;     // Hkv
   int key_dim = 0;      // d, of queries too
   int value_dim = 0;    // dv
@@ -65,6 +65,7 @@ struct TraceHeader {
   std::vector<std::int32_t> layer_index;     // [L], the model's own numbers
   std::vector<std::int32_t> heads;           // [L, 2] Hq and Hkv of each layer; or empty: all the same
   std::vector<std::int32_t> head_dims;       // [L, 2] d and dv of each layer; or empty: all the same
+  std::vector<std::int32_t> kv_source;       // [L] layer whose keys and values a layer reads; or empty: its own
   std::vector<double> sinks;                 // [L, Hq] logits, -infinity: none; or empty
   std::vector<std::int32_t> chunk;           // [L], 0: none; or empty
 
@@ -88,6 +89,20 @@ struct TraceHeader {
 
   int tokens() const { return static_cast<int>(ids.size()); }  // T
   int continuation() const { return tokens() - prefill; }      // G
+  /// Whether layer l has keys and values: it does not read those of an earlier layer.
+  bool has_keys(int l) const { return source(l) == l; }
+  /// The layer whose keys and values layer l reads.
+  int source(int l) const { return kv_source.empty() ? l : kv_source[static_cast<std::size_t>(l)]; }
+  /// Layers that read the keys and values of layer l, itself first; itself alone where it has none.
+  std::vector<int> readers(int l) const;
+  /// Query heads of layer l alone.
+  int own_query_heads(int l) const { return heads.empty() ? query_heads : heads[2 * static_cast<std::size_t>(l)]; }
+  /// Layers and heads of the query heads of Trace::layer(l): those of a KV head together, reader by reader.
+  struct QueryHead {
+    int layer = 0;
+    int head = 0;
+  };
+  std::vector<QueryHead> query_heads_of(int l) const;
   LayerShape shape(int l) const;
   /// Each size is the largest of some layers.
   LayerShape largest_shape(std::span<const int> some_layers) const;
@@ -163,8 +178,9 @@ class Trace {
   /// meanwhile read as 0: whoever computes with tensors asks this again before the result is believed.
   void require_unchanged() const;
 
-  /// Stored layer l; require_unchanged(). Mapped where the file is contiguous; read through HDF5 into memory that the
-  /// result's trace keeps until another archived layer is asked for, where it is chunked.
+  /// Stored layer l, with the queries of all layers that read its keys and values; require_unchanged(). Mapped where
+  /// the file is contiguous; read through HDF5 into memory that the result's trace keeps until another archived layer
+  /// is asked for, where it is chunked. Queries of several layers are put together in memory and kept likewise.
   LayerTensors layer(int l) const;
 
   /// q, k and, where they are stored, v, wo and input_norm of layer l; lifetime as for layer().

@@ -182,7 +182,7 @@ struct TraceWriter::State {
     if (!positions.empty())
       write(object("q_positions"), std::vector<std::int32_t>(positions.begin(), positions.end()), {positions.size()});
     for (const char* name : {"q", "k", "v"}) {
-      if (is_left_out(schema().rule(object(name)), header)) continue;
+      if (!left_out_by(schema().rule(object(name)), header, layers - 1).empty()) continue;
       std::vector<std::uint64_t> shape;
       for (const std::string& dimension : schema().rule(object(name)).shape)
         shape.push_back(static_cast<std::uint64_t>(rules.size(dimension)));
@@ -226,8 +226,8 @@ struct TraceWriter::State {
   void append(std::size_t tensor, std::span<const std::byte> rows) {
     if (growing.empty()) throw Error{Refusal::input, rules.where("/layers"), "rows", "a layer that was begun", "none"};
     if (tensor >= growing.size())
-      throw Error{Refusal::input, rules.where("/layers"), "rows", "no values, since they are components of the keys",
-                  "values"};
+      throw Error{Refusal::input, rules.where("/layers"), "rows", "those of the layer's own tensors",
+                  "those of a tensor that it does not have"};
     write_rows(growing[tensor], growing[tensor].written, rows);
   }
 

@@ -69,6 +69,10 @@ std::deque<TraceCase> cases() {
   shapes.head_dim = {16, 24, 10};
   shapes.value_dim = {16, 8, 20};
   all.emplace_back("layers_of_different_shape", shapes);
+  SynthOptions shared = shape("gaussian", 4, 4, 2, 16, 70, 5);
+  shared.query_heads = {4, 4, 6, 4};
+  shared.kv_source = {0, 1, 1, 0};
+  all.emplace_back("shared_keys", shared);
   return all;
 }
 
@@ -248,7 +252,7 @@ class RetoldTrace {
   RetoldTrace(const Trace& trace, int first) : file_(synth_defaults("fixture")) {
     TraceWriter writer(file_.path(), trace.header(), Existing::replace);
     for (int l = 0; l < trace.header().layers; ++l) {
-      const LayerTensors tensors = trace.layer(l);
+      const std::vector<StoredTensor> tensors = trace.tensors(l);
       const auto retold = [first](const TensorView& tensor) {
         std::vector<std::byte> all;
         for (int head = 0; head < tensor.heads; ++head)
@@ -258,10 +262,12 @@ class RetoldTrace {
           }
         return all;
       };
-      writer.begin_layer(tensors.k.dtype);
-      writer.append_q(retold(tensors.q));
-      writer.append_k(retold(tensors.k));
-      if (trace.header().stores_values()) writer.append_v(retold(tensors.v));
+      writer.begin_layer(tensors.front().view.dtype);
+      for (const StoredTensor& tensor : tensors) {
+        if (tensor.path.ends_with("/q")) writer.append_q(retold(tensor.view));
+        if (tensor.path.ends_with("/k")) writer.append_k(retold(tensor.view));
+        if (tensor.path.ends_with("/v")) writer.append_v(retold(tensor.view));
+      }
     }
     writer.finish();
   }

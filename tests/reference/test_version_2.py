@@ -18,6 +18,21 @@ METRICS = ["attention_recall", "attention_l1", "attention_cosine", "output_error
 SHAPE = ["--layers", "2", "--prompt", "90", "--continuation", "6"]
 
 
+def random_sources(seed: int) -> list[str]:
+    """Options that let each of the last layers read the keys and values of one of the first."""
+    draw = np.random.default_rng(seed)
+    sources = [0, 1, *map(int, draw.integers(0, 2, 3))]
+    query_heads = draw.integers(1, 4, 5) * 2
+    words = {
+        "--layers": "5",
+        "--query-heads": query_heads,
+        "--kv-source": sources,
+        "--head-dim": draw.integers(3, 30, 2),
+    }
+    return [word for option, of in words.items()
+            for word in (option, of if isinstance(of, str) else ",".join(map(str, of)))]  # fmt: skip
+
+
 def random_shapes(seed: int) -> list[str]:
     """Options of `kvreplay synth` that give each of two layers another number of heads and other dimensions."""
     draw = np.random.default_rng(seed)
@@ -25,6 +40,22 @@ def random_shapes(seed: int) -> list[str]:
     dims = {"--head-dim": draw.permutation(30)[:2] + 3, "--value-dim": draw.permutation(30)[:2] + 3}
     lists = {"--query-heads": kv_heads * groups, "--kv-heads": kv_heads, **dims}
     return [word for option, numbers in lists.items() for word in (option, ",".join(map(str, numbers)))]
+
+
+def queries_of(trace: kv.Trace, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Queries [heads, T, d] and sink logits of all layers that read the keys of a layer: for each KV head those of its
+    group in the first of these layers, then in the next."""
+    sources = trace["/model/kv_source"] if "/model/kv_source" in trace else np.arange(trace.layers)
+    kv_heads = len(trace.k(layer))
+    queries: list[list[np.ndarray]] = [[] for _ in range(kv_heads)]
+    sinks: list[list[np.ndarray]] = [[] for _ in range(kv_heads)]
+    for reader in np.flatnonzero(sources == layer):
+        q = trace.q(reader).astype(np.float64)
+        logits = trace["/model/sinks"][reader][: len(q)] if "/model/sinks" in trace else np.full(len(q), -np.inf)
+        for kv_head, heads in enumerate(np.split(np.arange(len(q)), kv_heads)):
+            queries[kv_head].append(q[heads])
+            sinks[kv_head].append(logits[heads])
+    return np.concatenate(sum(queries, [])), np.concatenate(sum(sinks, []))
 
 
 def bytes_of(trace: kv.Trace, layer: int, kept: np.ndarray) -> float:
@@ -43,11 +74,11 @@ def attention(logits: np.ndarray, sink: float, held: np.ndarray) -> np.ndarray:
 
 def expected(trace: kv.Trace, layer: int, kept: np.ndarray, with_sinks: bool = True) -> dict[str, float]:
     """Means over eval queries and query heads. `kept`: bool [rows, P]."""
-    q, k, v = (array.astype(np.float64) for array in (trace.q(layer), trace.k(layer), trace.v(layer)))
+    k, v = (array.astype(np.float64) for array in (trace.k(layer), trace.v(layer)))
+    q, all_sinks = queries_of(trace, layer)
     group = len(q) // len(k)
     chunk = trace["/model/chunk"][layer] if "/model/chunk" in trace else 0
-    has_sinks = with_sinks and "/model/sinks" in trace
-    sinks = trace["/model/sinks"][layer][: len(q)] if has_sinks else np.full(len(q), -np.inf)
+    sinks = all_sinks if with_sinks else np.full(len(q), -np.inf)
     values: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for head, sink in enumerate(sinks):
         row = {1: 0, len(k): head // group}.get(len(kept), head)
@@ -95,13 +126,16 @@ def test_closed_forms(sink: float) -> None:
         ["--chunk", "80,0"],
         ["--query-heads", "4,6", "--kv-heads", "2,3", "--sink-logits"],
         ["--head-dim", "24,40", "--value-dim", "56,16"],
-        *([*random_shapes(seed)] for seed in range(4)),
+        *(random_shapes(seed) for seed in range(4)),
+        *([*random_sources(seed), *more] for seed, more in enumerate([[], ["--sink-logits"], ["--value-dim", "7"]])),
+        ["--value-is-key", "--value-dim", "40", "--kv-heads", "1", "--kv-source", "0,0"],
     ],
     ids="_".join,
 )
 def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
-    subprocess.run([*program(), "synth", "gaussian", "-o", path, *SHAPE, *options], check=True, capture_output=True)
+    shape = SHAPE if "--layers" not in options else SHAPE[2:]
+    subprocess.run([*program(), "synth", "gaussian", "-o", path, *shape, *options], check=True, capture_output=True)
     trace = kv.Trace(path)
     assert trace["/@version"] == 2
     run = kv.replay(
@@ -111,8 +145,11 @@ def test_metrics(options: Sequence[str], tmp_path: Path) -> None:
     for cell in run.cells["cell"]:
         selection = run.selection_of(cell, trace.prompt)
         kept = selection.mask()
-        for layer in range(trace.layers):
-            own = kept[layer] if selection.rows is None else kept[layer][: selection.rows[layer]]
+        if selection.rows is not None and len(set(selection.rows.tolist())) > 1:
+            assert np.isnan(selection.jaccard["mean"][0, 1]), "undefined: layers with different numbers of rows"
+            assert 0 <= selection.jaccard["union"][0, 1] <= 1
+        for place, layer in enumerate(selection.layers):
+            own = kept[place] if selection.rows is None else kept[place][: selection.rows[place]]
             wanted = expected(trace, layer, np.asarray(own))
             wanted["kv_bytes"] = bytes_of(trace, layer, np.asarray(own))
             rows = table[(table["cell"] == cell) & (table["layer"].astype(str) == str(layer))]
@@ -182,6 +219,10 @@ def test_native_reads(stored: Sequence[str], tmp_path: Path) -> None:
         (["--head-dim", "8,4"], lambda file: file["model/rope/pairs"].write_direct(np.array([4, 3], np.int32)),
          "/model/rope/pairs: shape: expected at most 2 pairs (offset + 2r <= d), found 3"),
         (["--head-dim", "8,4"], lambda file: file["model"].__delitem__("rope/pairs"), "at most 2 pairs"),
+        (["--kv-source", "0,0"], lambda file: file["layers/000"].copy("k", "/layers/001/k"),
+         "/layers/001/k: beside /model/kv_source: expected none, found a dataset"),
+        (["--kv-source", "0,0"], lambda file: file["model/kv_source"].write_direct(np.array([0, 1], np.int32)),
+         "/layers/001/k: missing"),
         (["--chunk", "32"], lambda file: file["model/chunk"].write_direct(np.array([8, -1], np.int32)), "/model/chunk"),
     ],
 )  # fmt: skip

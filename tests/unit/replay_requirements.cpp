@@ -147,7 +147,8 @@ class LayersOfDifferentShape : public TraceFiles {
   LayersOfDifferentShape() {
     SynthOptions options = synth_defaults("gaussian");
     options.prefill = 40;
-    options.query_heads = {4, 8, 8, 8};
+    options.query_heads = {4, 8, 8, 4};
+    options.kv_heads = {1, 2, 2, 2};
     options.head_dim = {16, 16, 32, 32};
     synthesise(options, file("shapes.h5"));
   }
@@ -163,7 +164,7 @@ TEST_F(LayersOfDifferentShape, AreRejectedWithTheFieldByPoliciesThatCombineThem)
   const std::string expected = ": expected layers of one shape, or a policy that treats each layer alone, found ";
   EXPECT_EQ(refusal("pyramid-kv:window=4", {0, 1}),
             ":/model/heads: pyramid-kv allocates tokens among layers" + expected +
-                "4 query / 2 KV heads in layer 0, 8 query / 2 KV heads in layer 1");
+                "4 query / 1 KV heads in layer 0, 8 query / 2 KV heads in layer 1");
   EXPECT_EQ(refusal("dynamickv:window=4", {1, 2}), ":/model/head_dims: dynamickv allocates tokens among layers" +
                                                        expected +
                                                        "16 / 16 components in layer 1, 32 / 32 components in layer 2");
@@ -172,7 +173,8 @@ TEST_F(LayersOfDifferentShape, AreRejectedWithTheFieldByPoliciesThatCombineThem)
                   .starts_with(":/model/heads: snapkv uses the set of one layer in others"));
   EXPECT_TRUE(refusal("random-twin:of=(lava:window=4)", {0, 1}).starts_with(":/model/heads: lava"));
   for (const char* policy : {"pyramid-kv:window=4", "dynamickv:window=4", "minicache"})
-    EXPECT_EQ(refusal(policy, {2, 3}), "accepted") << "treated layers have one shape: " << policy;
+    EXPECT_EQ(refusal(policy, {2, 3}), "accepted") << "keys and values of one shape: " << policy;
+  EXPECT_TRUE(refusal("dynamickv:window=4,heads=query", {2, 3}).starts_with(":/model/heads: dynamickv allocates"));
 }
 
 class WithoutRope : public TraceFiles {};

@@ -47,6 +47,7 @@ TraceHeader full_header() {
   header.visible_block = 3;
   header.heads = {4, 2, 4, 2};
   header.head_dims = {6, 5, 6, 5};
+  header.kv_source = {0, 1};
   header.sliding_window = {0, 5};
   header.sinks = {0.5, -HUGE_VAL, -1, 2, 0, 0, 0, 0.25};
   header.chunk = {0, 4};
@@ -182,7 +183,7 @@ TEST_F(RoundTrip, HeaderValues) {
       ++values;
       EXPECT_TRUE(*before == *after) << entry.object;
     }
-  EXPECT_EQ(values, 38);
+  EXPECT_EQ(values, 39);
   EXPECT_EQ(trace.header().rope_pairs, 2);
 }
 
@@ -209,6 +210,7 @@ TEST_F(RoundTrip, OptionalObjectsMayBeLeftOut) {
   header.rope_offset = 0;
   header.heads.clear();
   header.head_dims.clear();
+  header.kv_source.clear();
   header.layer_pairs.clear();
   header.sinks.clear();
   header.chunk.clear();
@@ -297,6 +299,7 @@ TEST_F(RoundTrip, TheHashIsTheDocumentedSerialisation) {
   header.quantisation.clear();
   header.heads.clear();
   header.head_dims = {6, 5};
+  header.kv_source.clear();
   header.layer_pairs.clear();
   header.sinks.resize(4);
   header.chunk = {4};
@@ -389,6 +392,11 @@ TEST_F(RoundTrip, TheWriterRefusesWhatTheReaderWould) {
             at + ":/model/heads: value: expected a divisor of 4 (Hq), found 3 at element 3");
   EXPECT_EQ(header_refusal([](TraceHeader& h) { h.head_dims[0] = h.head_dims[2] = 5; }),
             at + ":/model@head_dim: value: expected 5, the largest in /model/head_dims, found 6");
+  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.kv_source = {1, 1}; }),
+            at + ":/model/kv_source: value: expected 0 or an earlier layer with keys and values, found 1 at element 0");
+  EXPECT_EQ(header_refusal([](TraceHeader& h) { h.kv_source = {0, 0}; }),
+            at + ":/model/sliding_window: value: expected in layer 1 the KV heads, dimensions, window, chunks and RoPE "
+                 "of layer 0, whose keys it reads, found others");
   EXPECT_EQ(header_refusal([](TraceHeader& h) { h.value_dim = 0, h.value_is_key = 6; }),
             at + ":/model/head_dims: beside /model@value_is_key: expected one of the two, found a dataset");
   EXPECT_EQ(header_refusal([](TraceHeader& h) { h.layer_pairs[0] = 3, h.inv_freq.resize(6), h.rope_pairs = 3; }),

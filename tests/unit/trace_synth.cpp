@@ -160,6 +160,41 @@ TEST_F(Synth, LayersMayDifferInShape) {
   EXPECT_TRUE(equal.header().heads.empty());
 }
 
+TEST_F(Synth, LayersMayReadTheKeysOfEarlierOnes) {
+  SynthOptions options = synth_defaults("gaussian");
+  options.layers = 4;
+  options.prefill = 20;
+  options.query_heads = {4, 2, 8, 6};
+  options.kv_source = {0, 1, 0, 1};
+  options.sinks = true;
+  const Trace trace = make(options);
+  const TraceHeader& header = trace.header();
+  EXPECT_EQ(header.kv_source, options.kv_source);
+  EXPECT_EQ(trace.tensors(0).size(), 3U);
+  EXPECT_EQ(trace.tensors(2).size(), 1U) << "queries alone";
+  EXPECT_EQ(header.readers(1), (std::vector<int>{1, 3}));
+  EXPECT_EQ(header.shape(0).query_heads, 12);
+  EXPECT_EQ(header.shape(2).query_heads, 8);
+  // Each KV head of layer 0 has the heads of layer 0 that read it, then those of layer 2.
+  const std::vector<std::pair<int, int>> expected{{0, 0}, {0, 1}, {2, 0}, {2, 1}, {2, 2}, {2, 3},
+                                                  {0, 2}, {0, 3}, {2, 4}, {2, 5}, {2, 6}, {2, 7}};
+  const TensorView own = trace.tensors(0)[0].view, of_reader = trace.tensors(2)[0].view;
+  const LayerTensors layer = trace.layer(0);
+  ASSERT_EQ(layer.q.heads, 12);
+  EXPECT_EQ(layer.group(), 6);
+  for (int h = 0; h < 12; ++h) {
+    const auto [from, head] = expected[static_cast<std::size_t>(h)];
+    const TensorView& stored = from == 0 ? own : of_reader;
+    for (int t = 0; t < header.tokens(); ++t)
+      ASSERT_EQ(std::memcmp(layer.q.row(h, t), stored.row(head, t), stored.row_bytes()), 0);
+    EXPECT_EQ(layer.sink(h), header.sinks[static_cast<std::size_t>(from * 8 + head)]);
+  }
+  EXPECT_EQ(trace.layer(2).k.data, layer.k.data);
+  EXPECT_EQ(trace.layer(2).q.heads, 8);
+  EXPECT_EQ(trace.archived_bytes(0), own.bytes() + of_reader.bytes());
+  EXPECT_TRUE(validate_deep(trace).problems.empty());
+}
+
 TEST_F(Synth, GaussianHasMeanZeroAndVarianceOne) {
   const Trace trace = make(synth_defaults("gaussian"));
   const TensorView q = trace.layer(3).q;

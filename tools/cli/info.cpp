@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -146,6 +147,16 @@ std::string sizes_by_layer(const std::vector<std::int32_t>& of_layers) {
   return text;
 }
 
+/// Layers that read keys and values of others; "none".
+std::string sources_text(const TraceHeader& header) {
+  std::string text;
+  for (int l = 0; l < header.layers; ++l)
+    if (const std::vector<int> readers = header.readers(l); readers.size() > 1)
+      text += fmt::format("{}layers {} read those of layer {}", text.empty() ? "" : ", ",
+                          fmt::join(std::span(readers).subspan(1), "+"), l);
+  return text.empty() ? "each layer has its own" : text;
+}
+
 bool has_sinks(const TraceHeader& header) {
   return std::ranges::any_of(header.sinks, [](double logit) { return std::isfinite(logit); });
 }
@@ -171,9 +182,11 @@ std::string own_reads(const Trace& trace) {
 std::vector<std::string> shape_lines(const TraceHeader& header) {
   std::vector<std::pair<LayerShape, int>> shapes;  // and the number of layers
   for (int l = 0; l < header.layers; ++l) {
-    const auto found = std::ranges::find(shapes, header.shape(l), &std::pair<LayerShape, int>::first);
+    LayerShape shape = header.shape(l);
+    shape.query_heads = header.own_query_heads(l);
+    const auto found = std::ranges::find(shapes, shape, &std::pair<LayerShape, int>::first);
     if (found == shapes.end())
-      shapes.emplace_back(header.shape(l), 1);
+      shapes.emplace_back(shape, 1);
     else
       ++found->second;
   }
@@ -217,6 +230,7 @@ Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& 
                 {"value_dim", header.value_components()},
                 {"value_is_key", !header.stores_values()},
                 {"heads", pairs_of(header.heads)},
+                {"kv_source", header.kv_source},
                 {"head_dims", pairs_of(header.head_dims)},
                 {"prompt", header.prefill},
                 {"continuation", header.continuation()},
@@ -262,6 +276,7 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
   for (const std::string& line : shape_lines(header)) rows.push_back({"shape", line});
   const TableRow of_attention[] = {
       {"queries", stored_queries(trace)},
+      {"keys", sources_text(header)},
       {"window", sizes_by_layer(header.sliding_window)},
       {"chunk", sizes_by_layer(header.chunk)},
       {"sinks", has_sinks(header) ? "sink logits in the softmax" : "no sink logits"},

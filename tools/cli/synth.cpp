@@ -22,6 +22,8 @@ constexpr Option options[] = {
     {"kv-heads", 0, "N,...", "", "KV heads, likewise; divisors of the query heads"},
     {"head-dim", 0, "N,...", "", "head dimension, likewise"},
     {"value-dim", 0, "N,...", "", "head dimension of the values, likewise (default: that of the keys)"},
+    {"kv-source", 0, "LAYER,...", "",
+     "layer whose keys and values each layer reads: its own number, or an earlier one"},
     {"value-is-key", 0, "", "", "values are the first components of the keys, as in MLA"},
     {"prompt", 0, "N", "", "prompt tokens"},
     {"continuation", 0, "N", "", "tokens after the prompt"},
@@ -76,6 +78,7 @@ SynthOptions requested(const Arguments& arguments) {
   by_layer("kv-heads", wanted.kv_heads, 1);
   by_layer("head-dim", wanted.head_dim, 1);
   by_layer("value-dim", wanted.value_dim, 1);
+  if (arguments.given("kv-source")) wanted.kv_source = sizes("--kv-source", arguments.text("kv-source"), 0);
   wanted.value_is_key = arguments.given("value-is-key");
   wanted.sinks = arguments.given("sink-logits");
   if (arguments.given("visible")) {

@@ -261,6 +261,8 @@ class LiveModel:
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         if ids.max() >= vocabulary:
             raise Error(trace.name, "token ids", f"ids below the vocabulary size {vocabulary}", str(ids.max()))
+        if trace.reading_layers:
+            raise Error(trace.name, "/model/kv_source", "layers with own keys and values, for the live model", "shared")
         if len(np.unique(trace.heads[trace.treated], axis=0)) > 1:
             raise Error(trace.name, "/model/heads", "treated layers with equal heads, for the live model", "others")
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)

@@ -58,6 +58,7 @@ struct HeadKv : WindowFamily {
 
   Plan plan() const {
     Plan plan = WindowFamily::plan();
+    plan.score.needs.same_query_heads = true;
     plan.allocate = by_head([*this](const Division& division) {
       const double slots = division.slots();
       std::vector<double> weights = shares(division);

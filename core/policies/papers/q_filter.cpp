@@ -59,7 +59,7 @@ struct QFilter {
     const auto score = [*this](const LayerView& view, const Scoring&) { return key_products(view, directions(view)); };
     const std::vector<Source> files = sources();
     return {.score = {.score = score,
-                      .needs = filters.is_file() ? Needs{.same_shapes = true} : all_queries(),
+                      .needs = filters.is_file() ? Needs{.same_kv_shapes = true} : all_queries(),
                       .name = "q-filter(" + (files.empty() ? "trace" : files.front().hash) + ")"}};
   }
 };

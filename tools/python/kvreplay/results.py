@@ -149,6 +149,7 @@ class TraceFacts:
     query_heads: int  # the largest number of a treated layer
     kv_heads: int
     heads: np.ndarray  # int [L,2], query and KV heads of each stored layer
+    reading_layers: int  # layers that read the keys and values of another
     hash: str  # of the trace; empty: not known
     dtype: str  # empty: the run does not say
     synthetic: bool
@@ -522,6 +523,7 @@ class Run:
             },
             layer_numbers=layer_numbers(group, int(group.attrs["layers"])),
             heads=heads_of_layers(group, int(group.attrs["layers"])),
+            reading_layers=int(group.attrs.get("reading_layers", 0)),
             treated=np.asarray(group.attrs.get("treated", np.arange(int(group.attrs["layers"]))), dtype=int),
             hash=text(group.attrs.get("trace_hash", "")),
             dtype=text(group.attrs.get("dtype", "")),

@@ -123,11 +123,11 @@ class Trace:
 
     def k(self, layer: int) -> np.ndarray:
         """[Hkv, T, d] keys, after RoPE."""
-        return self._tensor("k", layer)
+        return self._tensor("k", self._source(layer))
 
     def v(self, layer: int) -> np.ndarray:
         """[Hkv, T, value_dim] values; where they are components of the keys, a part of `k`."""
-        stored = self._tensor("v", layer)
+        stored = self._tensor("v", self._source(layer))
         return self.k(layer)[..., : self.value_dim] if stored is None else stored
 
     def layer(
@@ -164,6 +164,11 @@ class Trace:
             queries = len(self.query_positions(layer)) or self.tokens
             return units.reshape(self.kv_heads, queries, -1) if len(units) else None
         return self._tensor(name, layer)
+
+    def _source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        sources = self._trace.value("/model/kv_source")
+        return layer if sources is None else int(sources[layer])
 
     def _tensor(self, name: str, layer: int) -> np.ndarray | None:
         found = self._trace.tensor(name, layer)

@@ -51,6 +51,7 @@ def facts_of(trace: Trace) -> TraceFacts:
         query_heads=trace.query_heads,
         kv_heads=trace.kv_heads,
         heads=trace.heads,
+        reading_layers=sum(trace._source(layer) != layer for layer in range(trace.layers)),
         spans=trace.spans,
         redundancy={},
     )
