@@ -21,10 +21,6 @@ CASES = {
     "bloom": (lambda: transformers.BloomConfig(vocab_size=128, hidden_size=48, n_layer=2, n_head=4), "ALiBi"),
     "mpt": (lambda: transformers.MptConfig(vocab_size=128, d_model=48, n_layers=2, n_heads=4), "ALiBi"),
     "falcon": (lambda: transformers.FalconConfig(**TINY, alibi=True), "ALiBi"),
-    "gemma3n": (
-        lambda: transformers.Gemma3nTextConfig(**{**SIZES, "num_hidden_layers": 6}, num_kv_shared_layers=2),
-        "keys and values shared between layers",
-    ),
     "mamba": (
         lambda: transformers.MambaConfig(vocab_size=128, hidden_size=48, num_hidden_layers=2),
         "no attention interface",

@@ -189,3 +189,22 @@ def test_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (trace.query_heads, trace.kv_heads) == {"minicpm3": (40, 1), "qwen3-next": (16, 2)}[name]
     run = kv.replay(trace, ["snapkv:window=8", "knorm"], [0.2])
     assert run.table().startswith("trace ")
+
+
+def test_shared_keys_and_values(tmp_path: Path) -> None:
+    """Readers have queries alone. Their outputs are verified with the keys and values of their sources."""
+    sizes = {**SIZES, "num_hidden_layers": 6, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = transformers.Gemma3nTextConfig(
+        **{**sizes, "intermediate_size": 64}, head_dim=16, num_kv_shared_layers=2, sliding_window=24, layer_types=kinds,
+        laurel_rank=4, activation_sparsity_pattern=[0.0] * 6,
+    )  # fmt: skip
+    build(config).save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    trace = captured(tmp_path / "model", tmp_path / "t.h5", "--generate", "4", "--verify")
+    assert trace["/model/kv_source"].tolist() == [0, 1, 2, 3, 2, 3]
+    assert "/layers/003/k" in trace and "/layers/004/k" not in trace and "/layers/005/v" not in trace
+    chunks = captured(tmp_path / "model", tmp_path / "c.h5", "--generate", "4", "--verify", "--chunk", "20")
+    np.testing.assert_allclose(chunks["/layers/003/k"], trace["/layers/003/k"], atol=1e-4)
+    run = kv.replay(trace, ["snapkv:window=4", "h2o"], [0.3], sliding="treat")
+    assert set(run.results["layer"].astype(str)) == {"all", "0", "1", "2", "3"}

@@ -13,7 +13,7 @@ import numpy as np
 from kvreplay.capture.model import generate
 from kvreplay.capture.model_options import LATENT_QUERIES
 from kvreplay.capture.observe import LayerCall, Layers, observed
-from kvreplay.capture.probe import probe, refuse_gates
+from kvreplay.capture.probe import kv_sources, probe, refuse_gates
 from kvreplay.capture.prompts import Prompt, fit, render
 from kvreplay.capture.recorded_pass import Reference, run_pass
 from kvreplay.capture.recorder import Recorder
@@ -74,14 +74,15 @@ def sink_logits(call: LayerCall, query_heads: int) -> np.ndarray:
 
 
 def _tensors(
-    calls: Sequence[LayerCall], queries: int, tokens: int, store: str, with_wo: bool
+    calls: Sequence[LayerCall], sources: Sequence[int], queries: int, tokens: int, store: str, with_wo: bool
 ) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and types of all tensors of a trace."""
     found: list[tuple[tuple[int, ...], str]] = []
-    for call in calls:
+    for number, call in enumerate(calls):
         found.append(((call.q.shape[0], queries, call.q.shape[2]), store))
         values = [call.v] if call.expansion is None else []  # of MLA they are components of the keys
-        found += [((x.shape[0], tokens, x.shape[2]), store) for x in (call.k, *values)]
+        if sources[number] == number:
+            found += [((x.shape[0], tokens, x.shape[2]), store) for x in (call.k, *values)]
         found.append(((tokens,), "float32"))  # norms of the layer's input
         if with_wo:
             found.append((tuple(call.output_projection().shape), store))
@@ -163,10 +164,11 @@ def capture(
     queries = choices.queries or (LATENT_QUERIES if latent else prompt_tokens)
     first_query = max(0, prompt_tokens - queries)
     positions = np.arange(first_query, tokens)
+    sources = kv_sources(calls)
     heads = np.array([[call.q.shape[0], call.k.shape[0]] for call in calls], np.int32)
     dims = np.array([[call.k.shape[2], call.v.shape[2]] for call in calls], np.int32)
     (query_heads, kv_heads), (width, value_width) = heads.max(0).tolist(), dims.max(0).tolist()
-    _refuse_full_disk(path, expected_bytes(_tensors(calls, len(positions), tokens, store, choices.with_wo)))
+    _refuse_full_disk(path, expected_bytes(_tensors(calls, sources, len(positions), tokens, store, choices.with_wo)))
 
     with TraceWriter(path, choices.force, choices.producer) as trace:
         trace.attributes("/", synthetic=int(choices.synthetic))
@@ -188,6 +190,8 @@ def capture(
         for name, of_layers in (("heads", heads), ("head_dims", dims)):
             if (of_layers != of_layers[0]).any():
                 trace.dataset(f"/model/{name}", of_layers)
+        if sources != list(range(len(calls))):
+            trace.dataset("/model/kv_source", np.array(sources, np.int32))
         trace.dataset("/model/layer_index", np.array([call.layer for call in calls], np.int32))
         if rope:
             trace.attributes("/model/rope", style=rope.style, **({"offset": shape.rope_offset} if latent else {}))
@@ -207,6 +211,7 @@ def capture(
         recorder = Recorder(
             trace=trace,
             numbers={call.layer: number for number, call in enumerate(calls)},
+            sources=sources,
             tokens=tokens,
             query_positions=positions,
             checked=_checked(len(positions), choices.verify),

@@ -18,6 +18,12 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.trace import REAL_TYPES
 
 
+def kv_sources(calls: Sequence[LayerCall]) -> list[int]:
+    """For each layer the first that reads the same keys in memory, often itself. `calls`: of one pass."""
+    places = [(*(x.data_ptr() for x in call.expanded), call.window) for call in calls]
+    return [places.index(place) for place in places]
+
+
 def refuse_gates(model: Any, token: int, calls: Sequence[LayerCall], name: str) -> None:
     """Rejects layers that change the output of attention before they project it: a stored projection would not say so.
     `calls`: of this token alone."""

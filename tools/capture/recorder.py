@@ -44,6 +44,7 @@ class Recorder:
 
     trace: TraceWriter
     numbers: dict[int, int]
+    sources: list[int]  # of each stored layer the stored layer whose keys and values it reads
     tokens: int
     query_positions: np.ndarray  # [Tq], ascending
     checked: np.ndarray  # indices into query_positions, ascending: the queries that are recomputed
@@ -80,10 +81,10 @@ class Recorder:
         _return_freed_memory()
         self.on_call()
 
-    @staticmethod
-    def _stored(call: LayerCall) -> str:
-        """Of MLA the keys alone, whose first components are the values."""
-        return "kv" if call.expansion is None else "k"
+    def _stored(self, call: LayerCall) -> str:
+        """Of MLA the keys alone, whose first components are the values; nothing of another layer's."""
+        number = self.numbers[call.layer]
+        return "" if self.sources[number] != number else "kv" if call.expansion is None else "k"
 
     def _begin(self, base: str, call: LayerCall) -> None:
         """Makes room for all tokens of a layer."""
@@ -135,14 +136,15 @@ class Recorder:
         compute = REAL_TYPES[str(call.output.dtype).removeprefix("torch.")]
         output = call.output[torch.from_numpy(positions - call.begin)].transpose(0, 1)
         output = to_numpy(output, np.dtype(np.float32))
+        source = f"/layers/{self.sources[self.numbers[call.layer]]:03d}"
         # Query heads that share keys and values; the values of MLA are those of one query head.
         group = call.q.shape[0] // call.k.shape[0] if call.expansion is None else 1
         for first in range(0, call.q.shape[0], group):  # mapped anew each: pages of the others are not kept in memory
             heads = slice(first, first + group)
             kv_head = first * call.k.shape[0] // call.q.shape[0]
-            keys = self.trace.read_back(f"{base}/k")[kv_head]
+            keys = self.trace.read_back(f"{source}/k")[kv_head]
             if call.expansion is None:
-                values = self.trace.read_back(f"{base}/v")[kv_head]
+                values = self.trace.read_back(f"{source}/v")[kv_head]
             else:
                 expansion = call.expansion[first].cpu().numpy()
                 values = keys[:, : call.rope_offset].astype(np.float32) @ expansion.T

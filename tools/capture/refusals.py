@@ -34,7 +34,7 @@ def _additive_bias(config: Any) -> bool:
 
 
 def _shared_keys(config: Any) -> bool:
-    return _has(config, "num_kv_shared_layers", "use_cla", "cla_share_factor")
+    return _has(config, "use_cla", "cla_share_factor")
 
 
 @dataclass(frozen=True)
