@@ -61,6 +61,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 24},
     "gptj": {"rotary_dim": 8},
