@@ -1,6 +1,8 @@
 #include "analysis/live_rows.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <fstream>
 #include <iterator>
 #include <set>
@@ -11,7 +13,6 @@
 #include "analysis/csv.h"
 #include "analysis/replaced_file.h"
 #include "error.h"
-#include "parameters.h"
 
 namespace kvreplay {
 
@@ -19,36 +20,71 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// Of a file of live numbers, which has a header.
-std::vector<std::vector<std::string>> lines_of(const fs::path& path) {
+using Lines = std::vector<std::vector<std::string>>;
+
+/// The header first.
+Lines read_lines(const fs::path& path) {
   std::ifstream stream(path);
   const std::string text{std::istreambuf_iterator<char>(stream), {}};
-  std::vector<std::vector<std::string>> lines = parse_csv(path.string(), text);
+  Lines lines = parse_csv(path.string(), text);
   if (!stream || lines.empty()) throw Error{Refusal::input, path.string(), "cannot be read", "a header"};
   return lines;
 }
 
+/// The fields of lines by the names of their columns.
+class Columns {
+ public:
+  Columns(const fs::path& path, const std::vector<std::string>& header) : path_(path), header_(header) {}
+
+  const std::string& operator()(const std::vector<std::string>& line, const char* name) const {
+    const auto place = static_cast<std::size_t>(std::ranges::find(header_, name) - header_.begin());
+    if (place < std::min(line.size(), header_.size())) return line[place];
+    throw Error{Refusal::input, path_.string(), "columns", name, "none"};
+  }
+
+ private:
+  const fs::path& path_;
+  const std::vector<std::string>& header_;
+};
+
+double number(const fs::path& path, const std::string& text) {
+  double value = 0;
+  const char* const end = text.data() + text.size();
+  if (const auto [stop, problem] = std::from_chars(text.data(), end, value); problem != std::errc() || stop != end)
+    throw Error{Refusal::input, path.string(), "value", "a number, or empty", text};
+  return value;
+}
+
+constexpr const char* decided_live = "during-prefill";  // of the column `decisions`
+
+std::string joined(const std::string& first, const char* separator, const std::string& second) {
+  return first + (first.empty() || second.empty() ? "" : separator) + second;
+}
+
 }  // namespace
 
-std::map<std::string, std::map<MetricName, double>> live_values(const fs::path& folder, const std::string& trace) {
-  std::map<std::string, std::map<MetricName, double>> found;
+std::map<std::string, std::map<MetricName, double>> live_numbers(const fs::path& folder, const std::string& trace) {
+  std::map<std::string, std::map<MetricName, double>> numbers;
   const fs::path path = folder / "live" / (trace + ".csv");
-  if (std::error_code none; !fs::exists(path, none)) return found;
-  const std::vector<std::vector<std::string>> lines = lines_of(path);
-  std::map<std::string, std::size_t> places;
-  for (std::size_t i = 0; i < lines.front().size(); ++i) places.emplace(lines.front()[i], i);
-  for (const char* column : {"cell", "layer", "metric", "variant", "value", "decisions"})
-    if (!places.contains(column)) throw Error{Refusal::input, path.string(), "no such column", column};
-  for (const std::vector<std::string>& fields : std::span(lines).subspan(1)) {
-    if (fields.size() != lines.front().size())
-      throw Error{Refusal::input, path.string(), "line with other columns", std::to_string(lines.front().size()),
-                  std::to_string(fields.size())};
-    const auto field = [&](const char* column) -> const std::string& { return fields[places.at(column)]; };
-    if (field("layer") != "all" || field("decisions") == "during-prefill" || field("value").empty()) continue;
-    const double value = parse_real(path.string(), field("value"));
-    found[field("cell")].try_emplace(MetricName{field("metric"), field("variant")}, value);
+  if (std::error_code ignored; !fs::exists(path, ignored)) return numbers;
+  const Lines lines = read_lines(path);
+  const Columns field(path, lines.front());
+  std::map<std::pair<std::string, MetricName>, std::map<std::string, double>> measured;  // by way of measuring
+  for (const std::vector<std::string>& line : std::span(lines).subspan(1)) {
+    if (field(line, "layer") != "all" || field(line, "head") != "all" || field(line, "value").empty()) continue;
+    const bool is_decided_live = field(line, "decisions") == decided_live;
+    std::string way = is_decided_live ? "" : field(line, "decisions");
+    for (const char* name : {"device", "dtype", "model_hash"}) way = joined(way, " ", field(line, name));
+    const std::string variant = joined(field(line, "variant"), ":", is_decided_live ? decided_live : "");
+    measured[{field(line, "cell"), {field(line, "metric"), variant}}][way] = number(path, field(line, "value"));
   }
-  return found;
+  for (const auto& [key, ways] : measured)
+    for (const auto& [way, value] : ways) {
+      MetricName name = key.second;
+      if (ways.size() > 1) name.variant = joined(name.variant, " ", way);
+      if (std::isfinite(value) && is_live(name)) numbers[key.first][name] = value;
+    }
+  return numbers;
 }
 
 void LiveRows::add(const fs::path& folder) {
@@ -56,7 +92,7 @@ void LiveRows::add(const fs::path& folder) {
   for (const fs::directory_entry& entry : fs::directory_iterator(folder / "live", none)) {
     const fs::path& path = entry.path();
     if (path.extension() != ".csv") continue;
-    std::vector<std::vector<std::string>> lines = lines_of(path);
+    Lines lines = read_lines(path);
     const std::string header = csv_line(lines.front());
     if (header_.empty()) header_ = header;
     if (header != header_) throw Error{Refusal::input, path.string(), "different header", header_, header};

@@ -9,10 +9,11 @@
 
 namespace kvreplay {
 
-/// The numbers over all layers of the cells of one trace, by cell and metric. Of several model types or devices the
-/// first in the order of the file; without sets that the live model decided. Empty: there are none.
-std::map<std::string, std::map<MetricName, double>> live_values(const std::filesystem::path& folder,
-                                                                const std::string& trace);
+/// The numbers of a trace over all layers and heads, by cell; empty: it has none. The variant of sets that were decided
+/// live ends with during-prefill; that of a number that was measured in several ways, as on two devices, with the way.
+/// Undefined numbers are left out. Throws Error{input} for a file that cannot be read.
+std::map<std::string, std::map<MetricName, double>> live_numbers(const std::filesystem::path& folder,
+                                                                 const std::string& trace);
 
 /// The rows of several folders. A file has a header, then lines in ascending order.
 class LiveRows {

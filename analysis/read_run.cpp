@@ -91,7 +91,12 @@ Finished finished_cells(const fs::path& folder) {
   for (const fs::path& path : cell_files_of(folder)) {
     TraceCells of_trace = read_trace_cells(path);
     const std::string name = of_trace.trace.name;
-    for (CellRecord& cell : of_trace.cells) all.cells.emplace(std::pair{name, cell.id}, overall(cell, name));
+    const auto live = live_numbers(folder, name);
+    for (CellRecord& cell : of_trace.cells) {
+      CellRecord& known = all.cells[{name, cell.id}] = overall(cell, name);
+      if (const auto numbers = live.find(cell.id); numbers != live.end())
+        for (const auto& [metric, value] : numbers->second) known.values[metric] = Values(1, 1, value);
+    }
     of_trace.trace.values.clear();
     all.traces.emplace(name, std::move(of_trace.trace));
   }
@@ -151,12 +156,6 @@ RunSummary read_run(const fs::path& folder) {
     RunSummary summary{.output = folder};
     add_traces(run, std::move(finished.traces), summary);
     add_cells(run, finished, summary);
-    for (const TraceRecord& trace : summary.traces) {
-      const auto live = live_values(folder, trace.name);
-      for (CellRecord& cell : summary.cells)
-        if (const auto of_cell = live.find(cell.id); cell.trace == trace.name && of_cell != live.end())
-          cell.live = of_cell->second;
-    }
     find_twins(summary.cells);
     summary.self_check = run.value("self_check", Json::object()).value("result", std::vector<std::string>());
     summary.warnings = run.value("warnings", std::vector<std::string>());

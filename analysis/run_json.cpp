@@ -43,14 +43,20 @@ Json policy_json(const ConfiguredPolicy& policy) {
   return result;
 }
 
-Json metric_json(const std::string& name) {
-  const MetricCard& card = metrics().get(name);
-  Json variants = Json::array();
-  for (const MetricVariant& variant : card.variants)
-    variants.push_back({{"name", MetricName{name, variant.name}.text()},
-                        {"unit", unit_of(card, variant)},
-                        {"better", word(better_of(card, variant))}});
-  return {{"name", name}, {"unit", card.unit}, {"better", word(card.better)}, {"variants", variants}};
+/// Those that a replay can measure.
+Json metrics_json() {
+  Json all = Json::array();
+  for (const std::string& name : metrics().names()) {
+    const MetricCard& card = metrics().get(name);
+    if (is_live(card)) continue;
+    Json variants = Json::array();
+    for (const MetricVariant& variant : card.variants)
+      variants.push_back({{"name", MetricName{name, variant.name}.text()},
+                          {"unit", unit_of(card, variant)},
+                          {"better", word(better_of(card, variant))}});
+    all.push_back({{"name", name}, {"unit", card.unit}, {"better", word(card.better)}, {"variants", variants}});
+  }
+  return all;
 }
 
 /// Deeper than any run.json; what is nested without end would overflow the stack.
@@ -145,7 +151,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"backend", {{"name", request.backend}, {"description", backend}}},
       {"inputs", list(summary.traces, input_json)},
       {"policies", list(request.policies, policy_json)},
-      {"metrics", list(metrics().names(), metric_json)},
+      {"metrics", metrics_json()},
       {"options",
        {{"budgets", list(request.budgets, [](const Budget& budget) { return Json(budget.literal); })},
         {"controls", word(request.controls)},

@@ -26,8 +26,8 @@ constexpr std::size_t most_in_budgets_grid = 4;            // policies: more wou
 constexpr std::size_t indent = 11;                         // of the lines below a table
 /// The order in which columns get a place in a narrow table.
 constexpr const char* by_importance[] = {
-    "kept",   "kld",    "contains", "out.err",  "head.err", "recall", "KiB",     "skill",   "same_top_p", "f1",
-    "select", "needle", "answer",   "question", "out.cos",  "att.l1", "att.cos", "jaccard", "kv.l1",      "held"};
+    "kept",   "out.err",  "head.err", "live.kld", "live.answer", "recall",  "KiB",   "skill", "select",    "needle",
+    "answer", "question", "out.cos",  "att.l1",   "att.cos",     "jaccard", "kv.l1", "held",  "live.top1", "live.nll"};
 
 /// Characters, not bytes.
 std::size_t length(std::string_view text) {
@@ -55,13 +55,15 @@ std::string trimmed(std::string line) {
   return line;
 }
 
-/// The pieces in lines of at most `width` characters behind `label`.
+/// The pieces in lines of at most `width` characters behind `label`. A line that goes on ends with the separator.
 std::string wrapped(const std::string& label, const std::vector<std::string>& pieces, const std::string& separator,
                     std::size_t width, std::size_t margin) {
   std::string text, line = left(label, margin);
+  const std::size_t end = trimmed(separator).size();
   bool is_first = true;
   for (const std::string& piece : pieces) {
-    if (!is_first && length(line) + separator.size() + length(piece) > width) {
+    const std::size_t further = &piece == &pieces.back() ? 0 : end;
+    if (!is_first && length(line) + separator.size() + length(piece) + further > width) {
       text += trimmed(line + separator) + '\n';
       line = std::string(margin, ' ');
       is_first = true;
@@ -118,7 +120,7 @@ struct Layout {
   std::size_t heads = 0;  // 0: the granularity is the same in all rows, and is not shown
   std::vector<TableColumn> columns = {};
   std::vector<std::size_t> widths = {};
-  bool omits_columns = false;
+  std::vector<std::string> omitted = {};  // titles of columns that do not fit
 };
 
 /// All tables of a text.
@@ -152,11 +154,12 @@ void fit_columns(Layout& layout, std::size_t left_width) {
   Layout fitted = layout;
   fitted.columns.clear();
   fitted.widths.clear();
+  for (std::size_t place = 0; place < layout.columns.size(); ++place)
+    if (!fitting.contains(place)) fitted.omitted.push_back(layout.columns[place].title);
   for (const std::size_t place : fitting) {
     fitted.columns.push_back(layout.columns[place]);
     fitted.widths.push_back(layout.widths[place]);
   }
-  fitted.omits_columns = fitted.columns.size() < layout.columns.size();
   layout = std::move(fitted);
 }
 
@@ -207,44 +210,67 @@ std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
 }
 
 std::string traces_lines(const std::vector<const TraceRecord*>& traces, const Layout& layout) {
-  std::set<std::string> models;
-  for (const TraceRecord* trace : traces) models.insert(trace->model);
+  std::set<std::string> models, prompts;
+  for (const TraceRecord* trace : traces) {
+    models.insert(trace->model);
+    prompts.insert(prompt_of(*trace));
+  }
+  const std::size_t count = prompts.size();
   std::vector<std::string> pieces{
-      models.size() == 1 ? fmt::format("{} of {}", traces.size(), *models.begin())
-                         : fmt::format("{} of {} models", traces.size(), models.size()),
+      fmt::format("{}{} of {}", traces.size(),
+                  count == traces.size() ? "" : fmt::format(" of {} prompt{}", count, count == 1 ? "" : "s"),
+                  models.size() == 1 ? *models.begin() : fmt::format("{} models", models.size())),
       fmt::format("prompt {} + continuation {} tokens", range_of(traces, &TraceRecord::boundary),
                   range_of(traces, [](const TraceRecord* trace) { return trace->continuation(); })),
-      "OPEN LOOP"};
+      range_of(traces, [](const TraceRecord* trace) { return std::ssize(trace->treated); }) + " layers", "OPEN LOOP"};
+  const std::string interval =
+      count == 1 ? "no interval, as all traces have one prompt"
+                 : fmt::format("± half width of its 95 % interval (Student's t, n = {} prompts)", count);
   return wrapped("traces", pieces, "   ", layout.width, 9) +
-         wrapped("mean",
-                 words_of(fmt::format("± half width of its 95 % interval over the traces (Student's t, n = {}); "
-                                      "policies are not paired, kvreplay compare pairs them",
-                                      traces.size())),
-                 " ", layout.width, 9);
+         wrapped("mean", words_of(interval + "; policies are not paired, kvreplay compare pairs them"), " ",
+                 layout.width, 9);
 }
+
+/// The tokens that the budgets of some rows allow, at most the whole prompt.
+struct UsedTokens {
+  int least = 0, most = 0;
+  bool is_above_all = false, is_above_some = false;  // prompts
+
+  UsedTokens(const std::vector<const TraceRecord*>& traces, const BudgetRows& rows) {
+    std::vector<int> used, above;
+    const auto add = [&](const TraceRecord& trace, const CellRecord& cell) {
+      used.push_back(std::min(cell.budget_tokens, trace.boundary));
+      above.push_back(cell.budget_tokens > trace.boundary ? 1 : 0);
+    };
+    for (const TraceRecord* trace : traces)
+      for (const PolicyRow& row : rows.rows) {
+        if (row.has_failed() && row.facts->trace == trace->name) add(*trace, *row.facts);
+        for (const CellRecord* cell : row.cells)
+          if (cell->trace == trace->name) add(*trace, *cell);
+      }
+    std::tie(least, most) = std::pair(std::ranges::min(used), std::ranges::max(used));
+    is_above_all = std::ranges::min(above) > 0;
+    is_above_some = std::ranges::max(above) > 0;
+  }
+};
 
 /// The budget of some rows in tokens, and in slots where it is the same for all of them.
 std::string budget_lines(const std::vector<const TraceRecord*>& traces, const BudgetRows& rows, const Layout& layout) {
   const Budget budget = Budget::parse(rows.budget);
-  int least = rows.rows.front().facts->budget_tokens, most = least;
-  for (const PolicyRow& row : rows.rows) {
-    least = std::min(least, row.facts->budget_tokens);
-    most = std::max(most, row.facts->budget_tokens);
-    for (const CellRecord* cell : row.cells) {
-      least = std::min(least, cell->budget_tokens);
-      most = std::max(most, cell->budget_tokens);
-    }
-  }
+  const UsedTokens used(traces, rows);
   const TraceRecord& trace = *traces.front();
   const std::string means = budget.bytes > 0       ? budget.literal + " = "
+                            : used.is_above_all    ? budget.literal + ", more than the prompt: all "
+                            : used.is_above_some   ? budget.literal + ", more than some prompts: "
                             : budget.fraction <= 0 ? ""
                             : traces.size() > 1    ? budget.literal + " of the prompt = "
                                                    : fmt::format("{} of {} = ", budget.literal, trace.boundary);
   const std::string slots =
-      least < most || traces.size() > 1
+      used.least < used.most || traces.size() > 1
           ? ""
-          : fmt::format(" ({} over all layers)", grouped(static_cast<long>(most) * std::ssize(trace.treated)));
-  const std::string tokens = least < most ? fmt::format("{} to {}", least, most) : std::to_string(most);
+          : fmt::format(" ({} over all layers)", grouped(static_cast<long>(used.most) * std::ssize(trace.treated)));
+  const std::string tokens =
+      used.least < used.most ? fmt::format("{} to {}", used.least, used.most) : std::to_string(used.most);
   return wrapped("budget",
                  words_of(fmt::format("{}{} tokens per layer and head on average{}, protected tokens included", means,
                                       tokens, slots)),
@@ -275,7 +301,7 @@ std::string notes(const TracesRows& part, const BudgetRows& rows, const Layout& 
   if (own_protection.size() == rows.rows.size()) own_protection.clear();
   return names_line("not at equal memory, so never marked *", own_memory, layout) +
          names_line("keeps its own protected tokens", own_protection, layout) +
-         names_line("fewer traces than n", fewer, layout);
+         names_line("fewer traces", fewer, layout);
 }
 
 std::string title_line(const Layout& layout) {
@@ -381,7 +407,7 @@ std::string budgets_grid(const TableRows& all, const TracesRows& part, std::size
   return text + '\n';
 }
 
-/// " (n = 5)" where fewer traces than the rows have give a column its values.
+/// " (5 traces)" where fewer traces than the rows have give a column its values.
 std::string fewer_traces(const TableRows& rows, const Tables& tables, const TableColumn& column) {
   int traces = 0, most = 0;
   for (const auto& [part, budgets] : tables)
@@ -390,17 +416,15 @@ std::string fewer_traces(const TableRows& rows, const Tables& tables, const Tabl
         most = std::max(most, rows.value(row, column).count);
         traces = std::max(traces, static_cast<int>(row.cells.size()));
       }
-  return most < traces ? fmt::format(" (n = {})", most) : "";
+  return most < traces ? fmt::format(" ({} traces)", most) : "";
 }
 
 /// The metrics of the columns as command lines name them, where the title does not say so. Spans share a metric.
 std::string legend(const TableRows& rows, const Tables& tables, const Layout& layout) {
-  std::vector<std::string> pieces, spans, live;
+  std::vector<std::string> pieces, spans;
   for (const TableColumn& column : layout.columns) {
     const std::string fewer = fewer_traces(rows, tables, column);
-    if (column.is_live)
-      live.push_back(column.title + fewer);
-    else if (column.metric == fmt::format("span_recall:{}.mean", column.title))
+    if (column.metric == fmt::format("span_recall:{}.mean", column.title))
       spans.push_back(column.title + fewer);
     else if (!column.metric.starts_with(column.title) || column.metric.find(':') != std::string::npos)
       pieces.push_back(fmt::format("{} = {}{}", column.title, column.metric, fewer));
@@ -409,8 +433,11 @@ std::string legend(const TableRows& rows, const Tables& tables, const Layout& la
   }
   if (!spans.empty()) spans.back() += " = span_recall:SPAN.mean";
   std::ranges::move(spans, std::back_inserter(pieces));
-  if (!live.empty()) pieces.push_back(fmt::format("{} = of the live model", fmt::join(live, ", ")));
-  return pieces.empty() ? "" : wrapped("columns", pieces, ", ", layout.width, indent);
+  const std::string shown = pieces.empty() ? "" : wrapped("columns", pieces, ", ", layout.width, indent);
+  if (layout.omitted.empty()) return shown;
+  std::vector<std::string> omitted = layout.omitted;
+  omitted.front() = "adds " + omitted.front();
+  return shown + wrapped("--wide", omitted, ", ", layout.width, indent);
 }
 
 /// "h2o at 0.1, 0.2; snapkv at 0.3 by out.err"; at a single budget "h2o by out.err: 0.375 (random 0.972, oracle
@@ -455,7 +482,7 @@ std::string next_lines(const RunSummary& summary, const TableRows& rows, const L
   std::vector<std::string> commands;
   if (omits_rows)
     commands.push_back(fmt::format("kvreplay show {} --all", folder));
-  else if (layout.omits_columns)
+  else if (!layout.omitted.empty())
     commands.push_back(fmt::format("kvreplay show {} --wide", folder));
   if (part.traces.size() > 1 && TableRows::is_compared(part.budgets.front().rows.front()))
     commands.push_back(fmt::format("kvreplay compare {} --baseline {}", folder,
@@ -506,10 +533,15 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
                     words_of("skill = (recall - random twin) / (oracle - random twin), at the same token counts: 0 = "
                              "random, 1 = best"),
                     " ", layout.width, 0);
+  if (std::ranges::any_of(layout.columns, [](const TableColumn& c) { return c.title.starts_with(live_prefix); }))
+    text += wrapped("", words_of("live.* = measured in the live model that decodes with these kept sets (closed loop)"),
+                    " ", layout.width, 0);
   text += legend(rows, tables, layout) + best_line(rows, layout);
   if (!summary.self_check.empty()) text += fmt::format("self-check {}\n", fmt::join(summary.self_check, " | "));
   std::string folder = summary.output.empty() ? "" : summary.output.string() + "   ";
-  text += fmt::format("{}{}shared observables {}\n", left("results", indent), folder, short_duration(observables));
+  const auto reused = std::ranges::count(summary.cells, CellState::skipped, &CellRecord::state);
+  text += fmt::format("{}{}shared observables {}{}\n", left("results", indent), folder, short_duration(observables),
+                      reused == 0 ? "" : fmt::format("   {} of {} cells reused", reused, summary.cells.size()));
   return text + (summary.output.empty() ? "" : next_lines(summary, rows, layout, omits_rows));
 }
 

@@ -25,14 +25,16 @@ constexpr double undefined = std::numeric_limits<double>::quiet_NaN();
 const MetricName pooled_error{"output_error", "pooled"}, error_of_heads{"output_error", ""},
     recall{"attention_recall", ""}, kept_tokens{"kept_tokens", ""};
 constexpr const char* skill_title = "skill";
-/// The live metrics that a table has by itself, and their directions: those of `kvreplay live`.
-constexpr std::pair<const char*, Better> live_columns[] = {
-    {"kld", Better::lower}, {"same_top_p", Better::higher}, {"contains", Better::higher}, {"f1", Better::higher}};
 
 MetricName metric_of_column(const std::string& text) {
   const std::vector<MetricName> names = parse_metrics(text);
   if (names.size() != 1) throw Error{Refusal::usage, "--columns", "not one metric", "NAME[:VARIANT]", text};
   return names.front();
+}
+
+Error not_measured_live(const std::string& text) {
+  return {Refusal::usage, "--columns", text + " is measured in the live model",
+          "a run after kvreplay live RUN --model MODEL; kvreplay show RUN prints its numbers", "none"};
 }
 
 std::string three_digits(double value) { return fmt::format("{:.3f}", value); }
@@ -41,7 +43,9 @@ std::string kibibytes(double bytes) { return one_digit(bytes / 1024); }
 
 TableColumn metric_column(const MetricName& name) {
   const std::string title = title_of(name), unit = unit_of(name);
-  TableColumn column{.title = title.empty() ? name.text() : title, .metric = name.text(), .better = better_of(name)};
+  TableColumn column{.title = title.empty() ? name.text() : title,
+                     .metric = (is_live(name) ? std::string(live_prefix) : "") + name.text(),
+                     .better = better_of(name)};
   column.has_interval = column.better != Better::neither && unit != "s";
   column.value = [name](const CellRecord& cell) { return cell.value(name); };
   column.text = unit == "tokens"  ? one_digit
@@ -54,21 +58,6 @@ TableColumn metric_column(const MetricName& name) {
     column.least_width = 9;  // "999.9 ms" and a mark: the layout of a table must not depend on how long it took
   }
   return column;
-}
-
-TableColumn live_column(const MetricName& name) {
-  const auto known = std::ranges::find(live_columns, name.text(), &std::pair<const char*, Better>::first);
-  return {.title = name.text(),
-          .metric = name.text(),
-          .better = known == std::end(live_columns) ? Better::neither : known->second,
-          .has_interval = true,
-          .is_live = true,
-          .value =
-              [name](const CellRecord& cell) {
-                const auto found = cell.live.find(name);
-                return found == cell.live.end() ? undefined : found->second;
-              },
-          .text = three_digits};
 }
 
 /// The policy that a text of the command line names, as replay records it: mine.py:my_policy is my_policy.
@@ -214,6 +203,8 @@ std::string short_duration(double seconds) {
   return fmt::format("{:.2f} s", seconds);
 }
 
+std::string prompt_of(const TraceRecord& trace) { return trace.prompt_hash.empty() ? trace.name : trace.prompt_hash; }
+
 std::string heads_text(const PolicyRow& row, const TraceRecord& trace) {
   return row.facts->heads == "query" && trace.has_equal_heads()
              ? fmt::format("query {}x", trace.query_heads / std::max(1, trace.kv_heads))
@@ -228,6 +219,7 @@ void check_columns(const std::vector<std::string>& columns, std::span<const Metr
     const bool is_of_cell = name == kept_tokens || unit_of(name) == "s";
     if (is_of_cell || std::ranges::find(measured, name) != measured.end()) continue;
     if (is_of_span(name) && std::ranges::find(metrics, name.metric, &MetricName::metric) != metrics.end()) continue;
+    if (is_live(name)) throw not_measured_live(text);
     std::vector<std::string> known;
     for (const MetricName& one : metrics) known.push_back(one.text());
     throw Error{Refusal::usage, "--columns", "not among --metrics", nearest(name.text(), known), text};
@@ -269,6 +261,10 @@ RunSummary selection(RunSummary summary, const TableOptions& options) {
 
 TableRows::TableRows(const RunSummary& summary, const TableOptions& options)
     : options_(options), skills_(kvreplay::skills(summary.cells)), parts_(parts_of(summary, options.each)) {
+  for (const TraceRecord& trace : summary.traces) prompts_[trace.name] = prompt_of(trace);
+  for (const CellRecord& cell : summary.cells)
+    for (const auto& [name, values] : cell.values)
+      if (is_live(name)) live_names_.insert(name);
   headline_ = metric_column(pooled_error);
   if (!is_measured(headline_)) headline_ = metric_column(recall);
   if (options.columns.empty()) {
@@ -278,6 +274,7 @@ TableRows::TableRows(const RunSummary& summary, const TableOptions& options)
   for (const std::string& text : options.columns) {
     columns_.push_back(column_of(text));
     if (is_measured(columns_.back())) continue;
+    if (columns_.back().metric.starts_with(live_prefix) && live_names_.empty()) throw not_measured_live(text);
     std::vector<std::string> known;
     for (const TableColumn& column : measured_columns()) known.push_back(column.title);
     throw Error{Refusal::usage, "--columns", "not measured in this run", nearest(text, known), text};
@@ -296,14 +293,6 @@ TableColumn TableRows::column_of(const std::string& text) const {
                   return skill == skills_.end() ? undefined : skill->second;
                 },
             .text = three_digits};
-  for (const TracesRows& part : parts_)
-    for (const BudgetRows& budget : part.budgets)
-      for (const PolicyRow& row : budget.rows)
-        for (const CellRecord* cell : row.cells)
-          for (const auto& [name, value] : cell->live)
-            if (name.text() == text) return live_column(name);
-  if (std::ranges::find(live_columns, text, &std::pair<const char*, Better>::first) != std::end(live_columns))
-    throw Error{Refusal::usage, "--columns", "no live numbers", "results of kvreplay live RUN --model MODEL", text};
   return metric_column(metric_of_column(text));
 }
 
@@ -343,15 +332,33 @@ std::vector<TableColumn> TableRows::measured_columns() const {
     // Times are always shown: 0 where nothing was selected.
     if (!has_pooled && (title == "select" || title == skill_title || is_measured(column))) columns.push_back(column);
   }
-  for (const auto& [name, better] : live_columns)
-    if (TableColumn column = live_column({name, ""}); is_measured(column)) columns.push_back(column);
+  for (const MetricName& name : live_names_with_ways()) columns.push_back(metric_column(name));
   return columns;
+}
+
+/// Of the live metrics with a title of their own: the names that tell how a number was measured.
+std::set<MetricName> TableRows::live_names_with_ways() const {
+  const std::vector<std::string> titles = metric_titles();
+  std::set<MetricName> names;
+  for (const MetricName& name : live_names_) {
+    const auto is_of = [&](const MetricVariant& variant) {
+      return !variant.name.empty() && name.variant.starts_with(variant.name);
+    };
+    if (find_variant(name) == nullptr && std::ranges::find(titles, title_of({name.metric, ""})) != titles.end() &&
+        std::ranges::none_of(metrics().get(name.metric).variants, is_of))
+      names.insert(name);
+  }
+  return names;
 }
 
 MeanInterval TableRows::value(const PolicyRow& row, const TableColumn& column) const {
   std::vector<double> values;
-  for (const CellRecord* cell : row.cells) values.push_back(column.value(*cell));
-  return mean_interval(values);
+  std::vector<std::string> prompts;
+  for (const CellRecord* cell : row.cells) {
+    values.push_back(column.value(*cell));
+    prompts.push_back(prompts_.at(cell->trace));
+  }
+  return mean_interval(values, prompts);
 }
 
 bool TableRows::is_compared(const PolicyRow& row) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <functional>
 #include <map>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,7 +33,6 @@ struct TableColumn {
   std::string metric = {};  // its name on command lines
   Better better = Better::neither;
   bool has_interval = false;  // in a table of means
-  bool is_live = false;       // of the live model
   std::size_t least_width = 0;
   std::function<double(const CellRecord&)> value = {};
   std::function<std::string(double)> text = {};
@@ -88,12 +88,15 @@ class TableRows {
   bool may_be_best(const PolicyRow& row) const;
   TableColumn column_of(const std::string& text) const;
   std::vector<TableColumn> measured_columns() const;
+  std::set<MetricName> live_names_with_ways() const;
   bool is_measured(const TableColumn& column) const;
   bool bytes_differ() const;
   BudgetRows shortened(const BudgetRows& all) const;
 
   const TableOptions& options_;
   std::map<std::string, double> skills_;
+  std::map<std::string, std::string> prompts_;  // by trace
+  std::set<MetricName> live_names_;
   std::vector<TracesRows> parts_;
   TableColumn headline_;
   std::vector<TableColumn> columns_;
@@ -101,6 +104,9 @@ class TableRows {
 
 /// "999.9 ms".
 std::string short_duration(double seconds);
+
+/// What traces of one prompt share: the hash of its token ids, or the name of the trace.
+std::string prompt_of(const TraceRecord& trace);
 
 /// The granularity; sets of query heads hold as many times the memory as there are query heads to a KV head.
 std::string heads_text(const PolicyRow& row, const TraceRecord& trace);

@@ -105,10 +105,9 @@ struct CellRecord {
   std::vector<CellSeconds> seconds = {};  // [treated]
 
   // Facts of the run, not stored in the file.
-  std::string trace = {};                  // the name
-  std::string twin_of = {};                // id of the cell whose random twin this is; empty: none in this run
-  std::string family = {};                 // of the policy
-  std::map<MetricName, double> live = {};  // over all layers, of kvreplay live
+  std::string trace = {};    // the name
+  std::string twin_of = {};  // id of the cell whose random twin this is; empty: none in this run
+  std::string family = {};   // of the policy
   CellState state = CellState::skipped;
   std::string error = {};
 

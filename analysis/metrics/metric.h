@@ -109,8 +109,13 @@ struct OfSeconds {
   double (*measure)(const CellSeconds&);
 };
 
+/// Of the live model that decodes with the kept sets: measured by `kvreplay live`, never by a replay.
+struct OfLiveModel {
+  bool of_text = false;  // of generated text (--generate)
+};
+
 using Measure = std::variant<OfMoments, OfPooledMoments, OfProjectedOutput, OfAllQueries, OfBestSet, OfEvalAttention,
-                             OfLayer, OfSpan, OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds>;
+                             OfLayer, OfSpan, OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds, OfLiveModel>;
 
 /// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
 enum class Better { neither, higher, lower };
@@ -154,16 +159,20 @@ struct MetricName {
   friend auto operator<=>(const MetricName&, const MetricName&) = default;
 };
 
+/// Before the name of a metric of the live model, in titles and where a metric is named.
+inline constexpr std::string_view live_prefix = "live.";
+
 /// The short title that tables show for a metric, as "recall" for attention_recall; empty: it has none. Titles are
-/// accepted wherever a metric is named.
+/// accepted wherever a metric is named. Every metric of the live model has one: live.NAME[:VARIANT], or a shorter one.
 std::string title_of(const MetricName& name);
-/// The metric with this title; null: there is none.
-const MetricName* find_title(std::string_view title);
+/// The metric with this title.
+std::optional<MetricName> find_title(std::string_view title);
 /// The titles in the order of the columns of a table.
 std::vector<std::string> metric_titles();
 
 /// What `--metrics` asks for: NAME[:VARIANT] or a title, with commas; empty: every metric in its default variants.
-/// Throws Error{usage} with the nearest name. A span's variant is SPAN.any, or any for all spans.
+/// Throws Error{usage} with the nearest name. A span's variant is SPAN.any, or any for all spans. The variant of
+/// a metric of the live model can also name a way of measuring.
 std::vector<MetricName> parse_metrics(std::string_view text);
 
 /// The variant's declaration, also of a span's variant; null when there is none.
@@ -171,13 +180,16 @@ const MetricVariant* find_variant(const MetricName& name);
 
 /// Whether it is measured for each span below the boundary.
 bool is_of_span(const MetricName& name);
+/// Whether it is measured in the live model.
+bool is_live(const MetricCard& card);
+bool is_live(const MetricName& name);
 
 /// Of the variant, else of its metric.
 Better better_of(const MetricCard& card, const MetricVariant& variant);
-Better better_of(const MetricName& name);
 const std::string& unit_of(const MetricCard& card, const MetricVariant& variant);
 /// A variant that is not declared, in a part of another version, has its metric's. Throws Error{usage} for a metric
 /// that is not.
+Better better_of(const MetricName& name);
 const std::string& unit_of(const MetricName& name);
 
 /// `asked` with each variant of spans spelled out for the spans below `boundary`, of equal names the first;

@@ -30,6 +30,10 @@ const std::vector<Title>& titles() {
       {"answer", {"span_recall", "answer.mean"}},
       {"question", {"span_recall", "question.mean"}},
       {"select", {"select_seconds", ""}},
+      {"live.kld", {"kld", ""}},
+      {"live.top1", {"same_top_p", ""}},
+      {"live.nll", {"nll_increase", ""}},
+      {"live.answer", {"contains", ""}},
   };
   return all;
 }
@@ -54,8 +58,8 @@ bool is_of_span(const MetricVariant& variant) {
 std::string_view without_span(std::string_view variant) { return variant.substr(variant.rfind('.') + 1); }
 
 void add_variants(const MetricCard& card, std::string_view asked, std::vector<MetricName>& names) {
-  if (const std::string name{asked}; find_variant({card.name, name}) != nullptr)
-    return names.push_back({card.name, name});
+  const MetricName name{card.name, std::string(asked)};
+  if (find_variant(name) != nullptr || (is_live(card) && !asked.empty())) return names.push_back(name);
   if (!asked.empty())
     throw Error{Refusal::usage, card.name, "unknown variant", nearest(asked, variant_names(card)), std::string(asked)};
   for (const MetricVariant& variant : card.variants) names.push_back({card.name, variant.name});
@@ -90,11 +94,25 @@ const MetricVariant* find_variant(const MetricName& name) {
   return of_span != nullptr && is_of_span(*of_span) ? of_span : nullptr;
 }
 
-bool is_of_span(const MetricName& name) { return is_of_span(*find_variant(name)); }
+bool is_of_span(const MetricName& name) {
+  const MetricVariant* const variant = find_variant(name);
+  return variant != nullptr && is_of_span(*variant);
+}
+
+bool is_live(const MetricCard& card) { return std::holds_alternative<OfLiveModel>(card.variants.front().measure); }
+
+bool is_live(const MetricName& name) {
+  const MetricCard* const card = metrics().find(name.metric);
+  return card != nullptr && is_live(*card);
+}
 
 Better better_of(const MetricCard& card, const MetricVariant& variant) { return variant.better.value_or(card.better); }
 
-Better better_of(const MetricName& name) { return better_of(metrics().get(name.metric), *find_variant(name)); }
+Better better_of(const MetricName& name) {
+  const MetricCard& card = metrics().get(name.metric);
+  const MetricVariant* const variant = find_variant(name);
+  return variant != nullptr ? better_of(card, *variant) : card.better;
+}
 
 const std::string& unit_of(const MetricCard& card, const MetricVariant& variant) {
   return variant.unit ? *variant.unit : card.unit;
@@ -108,12 +126,19 @@ const std::string& unit_of(const MetricName& name) {
 
 std::string title_of(const MetricName& name) {
   const auto found = std::ranges::find(titles(), name, &Title::metric);
-  return found == titles().end() ? "" : found->title;
+  if (found != titles().end()) return found->title;
+  return is_live(name) ? std::string(live_prefix) + name.text() : "";
 }
 
-const MetricName* find_title(std::string_view title) {
+std::optional<MetricName> find_title(std::string_view title) {
   const auto found = std::ranges::find(titles(), title, &Title::title);
-  return found == titles().end() ? nullptr : &found->metric;
+  if (found != titles().end()) return found->metric;
+  if (!title.starts_with(live_prefix)) return std::nullopt;
+  title.remove_prefix(live_prefix.size());
+  const std::size_t colon = std::min(title.find(':'), title.size());
+  const MetricName name{std::string(title.substr(0, colon)),
+                        std::string(title.substr(std::min(colon + 1, title.size())))};
+  return is_live(name) ? std::optional(name) : std::nullopt;
 }
 
 std::vector<std::string> metric_titles() {
@@ -131,7 +156,7 @@ std::vector<MetricName> parse_metrics(std::string_view text) {
     return names;
   }
   for (const std::string_view piece : split_list("metric", text)) {
-    if (const MetricName* titled = find_title(piece)) {
+    if (const std::optional<MetricName> titled = find_title(piece)) {
       names.push_back(*titled);
       continue;
     }

@@ -29,7 +29,16 @@ LINES: list[tuple[int, str, str]] = [
     # the program
     (USAGE, "snyth", "snyth: unknown command: did you mean synth?"),
     (USAGE, "help replya", "replya: unknown command: did you mean replay?"),
-    (USAGE, "--versoin", "kvreplay: unknown option: expected one of --help, --version, found --versoin"),
+    (
+        USAGE,
+        "--versoin",
+        "--versoin: unknown option before the command: expected --help, --version, or kvreplay COMMAND OPTIONS",
+    ),
+    (
+        USAGE,
+        "-q info",
+        "-q: unknown option before the command: expected --help, --version, or kvreplay COMMAND OPTIONS",
+    ),
     (USAGE, "doctor now", "doctor: unexpected argument: found now"),
     (USAGE, "completion tosh", "completion: unknown shell: expected one of bash, zsh, fish, found tosh"),
     (USAGE, "completion", "completion: missing argument: expected bash|zsh|fish"),

@@ -19,7 +19,7 @@ from scipy.stats import t
 
 MANY = "snapkv:window=2,h2o,tova,knorm,keydiff,value-norm,local,streaming-llm,strided,truncate,lagkv,leverage"
 
-SCREEN = 30  # lines
+SCREEN = 31  # lines
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def titles_of(text: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.startswith("policy "))
+
+
+def without_reuse(text: str) -> str:
+    """The table of a replay that found all of its cells in the folder, without that remark."""
+    assert re.search(r"   (\d+) of \1 cells reused\n", text)
+    return re.sub(r"   \d+ of \d+ cells reused", "", text)
 
 
 def as_csv(*words: str, folder: Path) -> list[dict[str, str]]:
@@ -98,11 +104,12 @@ def test_a_second_block_has_the_headline_of_few_policies_at_every_budget(run: tu
 def test_show_prints_what_replay_printed(words: list[str], run: tuple[Path, str], traces: Path) -> None:
     folder, _ = run
     again = ["replay", "t.h5", "-p", MANY, "-b", "0.2,0.3,40", "--controls", "twins", "-o", "out"]
-    assert done("show", "out", *words, folder=folder) == done(*again, *words, folder=folder)
+    assert done("show", "out", *words, folder=folder) == without_reuse(done(*again, *words, folder=folder))
     again = ["replay", *(f"t{i}.h5" for i in range(5)), "-p", "h2o,snapkv:window=4,knorm", "-b", "0.2,0.4",
              "--controls", "twins", "-o", "out"]  # fmt: skip
     for each in ([], ["--each"]):
-        assert done("show", "out", *words, *each, folder=traces) == done(*again, *words, *each, folder=traces)
+        again_of_each = without_reuse(done(*again, *words, *each, folder=traces))
+        assert done("show", "out", *words, *each, folder=traces) == again_of_each
 
 
 def test_show_prints_the_json_of_replay(traces: Path) -> None:
@@ -150,11 +157,13 @@ def test_means_and_intervals_are_those_of_numpy(traces: Path) -> None:
 def test_a_table_of_means_says_what_it_is(traces: Path) -> None:
     text = done("show", "out", folder=traces)
     assert max(map(len, text.splitlines())) <= 80
-    assert text.startswith("traces   5 of ") and "n = 5" in text and "not paired" in text and "OPEN LOOP" in text
+    assert (
+        text.startswith("traces   5 of ") and "n = 5 prompts" in text and "not paired" in text and "OPEN LOOP" in text
+    )
     assert re.search(r"^h2o .* 0\.\d{3} ± 0\.\d{3}", text, re.MULTILINE)
     assert "budget   0.2 of the prompt = 13 to 19 tokens" in text
     wide = done("show", "out", "--wide", folder=traces)
-    assert "needle (n = 3)" in wide and "kvreplay compare out --baseline h2o" in wide
+    assert "needle (3 traces)" in wide and "kvreplay compare out --baseline h2o" in wide
     each = done("show", "out", "--each", folder=traces)
     assert each.count("\ntrace ") + each.startswith("trace ") == 5 and "±" not in each
     one = done("show", "out", "--traces", "t2", folder=traces)
@@ -423,3 +432,144 @@ def test_families_of_all_policies_have_one_heading_each(tmp_path: Path) -> None:
     answer = kvreplay("replay", "t.h5", "-p", mixed, "-b", "0.25", "-o", "out", "--all", folder=tmp_path)
     headings = [line for line in answer.out.splitlines() if line.startswith("-- ")]
     assert headings == ["-- attention", "-- keys and values", "-- positions", "-- controls"]
+
+
+LIVE_HEADER = "decisions device dtype model_hash text".split()
+
+
+def write_live(folder: Path, values: dict[tuple[str, str, str], dict[str, float]], device: str = "cpu") -> None:
+    """Adds the rows of `values`, by (policy, budget, decisions) the number of each NAME[:VARIANT], to live/t.csv."""
+    cells = pd.read_csv(folder / "results.csv", dtype=str, keep_default_na=False).drop_duplicates("cell")
+    path = folder / "live/t.csv"
+    path.parent.mkdir(exist_ok=True)
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    for (policy, budget, decisions), numbers in values.items():
+        [cell] = cells[(cells["policy"] == policy) & (cells["budget"] == budget)].to_dict("records")
+        way = {"decisions": decisions, "device": device, "dtype": "float32", "model_hash": "abc", "text": ""}
+        for name, value in numbers.items():
+            metric, _, variant = name.partition(":")
+            named = {"layer": "all", "head": "all", "metric": metric, "variant": variant, "value": repr(value)}
+            rows.append(cell | named | way | {"open_loop": "0"})
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Path:
+    """A folder with the run `out` of three policies, two of them measured in the live model."""
+    done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "96", folder=tmp_path)
+    done("replay", "t.h5", "-p", "h2o,knorm,keydiff", "-b", "0.2", "-o", "out", folder=tmp_path)
+    write_live(tmp_path / "out", {
+        ("h2o", "0.2", "after-prefill"): {"kld": 0.25, "kld:p99": 2.0, "contains": 1, "f1": 0.5, "same_top_p": 0.75},
+        ("knorm", "0.2", "after-prefill"): {"kld": 1.5, "contains": 0.0, "f1": float("nan"), "same_top_p": 0.5},
+        ("full", "0.2", "none"): {"kld": 0.0, "contains": 1},
+    })  # fmt: skip
+    return tmp_path
+
+
+def test_live_numbers_are_beside_the_offline_ones(live: Path) -> None:
+    text = done("show", "out", folder=live)
+    assert max(map(len, text.splitlines())) <= 80, text
+    titles = titles_of(text)
+    lines = [re.sub(r"(\d) ([um]?s)", r"\1\2", line).split() for line in text.splitlines() if line]
+    rows = {line[0]: dict(zip(titles, line, strict=False)) for line in lines}
+    shown = {
+        name: (rows[name]["live.kld"], rows[name]["live.answer"]) for name in ("h2o", "knorm", "keydiff", "(full)")
+    }
+    assert shown == {"h2o": ("0.250*", "1.000*"), "knorm": ("1.500", "0.000"), "keydiff": ("-", "-"),
+                     "(full)": ("0.000", "1.000")}  # fmt: skip
+    assert "live.* = measured in the live model" in text and "live.answer = live.contains" in text
+    assert "OPEN LOOP" in text and "live.top1" not in titles
+    assert "live.top1" in titles_of(done("show", "out", "--wide", folder=live))
+    some = ["kept", "kld", "live.kld:p99", "f1", "live.answer"]
+    assert titles_of(done("show", "out", "--columns", ",".join(some), folder=live))[1:] == [
+        "kept", "live.kld", "live.kld:p99", "live.f1", "live.answer"
+    ]  # fmt: skip
+    h2o = as_csv("out", folder=live)[0]
+    assert (h2o["policy"], h2o["live.kld"], h2o["live.same_top_p"]) == ("h2o", "0.25", "0.75")
+    cells = {cell["policy"]: cell for cell in json.loads(done("show", "out", "--json", folder=live))["cells"]}
+    assert cells["knorm"]["live"] == {"contains": 0, "kld": 1.5, "same_top_p": 0.5} and "live" not in cells["keydiff"]
+    assert "kld" not in cells["knorm"]["values"]
+
+
+def test_names_of_live_numbers_tell_how_they_were_measured(live: Path) -> None:
+    """As in Python and in figures: sets that were decided live, and a number that was measured on two devices."""
+    write_live(live / "out", {("h2o", "0.2", "during-prefill"): {"kld": 0.5}})
+    write_live(live / "out", {("knorm", "0.2", "after-prefill"): {"kld": 1.25}}, device="cuda")
+    [h2o, knorm, *_] = as_csv("out", folder=live)
+    ways = {name: value for name, value in knorm.items() if name.startswith("live.kld") and value}
+    of_way = "live.kld:after-prefill {} float32 abc"
+    assert ways == {of_way.format("cpu"): "1.5", of_way.format("cuda"): "1.25"}
+    assert (h2o["live.kld"], h2o["live.kld:during-prefill"]) == ("0.25", "0.5")
+    assert (
+        titles_of(done("show", "out", "--columns", "kld:during-prefill", folder=live))[1] == "live.kld:during-prefill"
+    )
+
+
+@pytest.mark.parametrize("words", [["show", "out"], ["replay", "t.h5", "-p", "h2o", "-b", "0.2", "-o", "out"]])
+def test_a_run_without_live_numbers_names_the_command_that_measures_them(words: list[str], tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
+    done("replay", "t.h5", "-p", "h2o", "-b", "0.2", "-o", "out", folder=tmp_path)
+    answer = kvreplay(*words, "--columns", "kld", folder=tmp_path)
+    said = "kvreplay: --columns: kld is measured in the live model: expected a run after kvreplay live RUN "
+    assert answer.code == 2 and answer.err.startswith(said)
+    answer = kvreplay("replay", "t.h5", "-p", "h2o", "-b", "0.2", "--metrics", "recall,live.kld", folder=tmp_path)
+    assert answer.code == 2 and answer.err.startswith("kvreplay: --metrics: kld is measured in the live model")
+
+
+def test_a_damaged_file_of_live_numbers_is_named(live: Path) -> None:
+    path = live / "out/live/t.csv"
+    path.write_text(path.read_text().replace("0.25", "a quarter"))
+    answer = kvreplay("show", "out", folder=live)
+    assert (answer.code, answer.err) == (
+        3,
+        "kvreplay: out/live/t.csv: value: expected a number, or empty, found a quarter\n",
+    )
+
+
+def test_traces_of_one_prompt_are_one_sample(tmp_path: Path) -> None:
+    """As in compare: two models on one prompt, and a second prompt."""
+    for name, layers, prompt in (("a", 2, 96), ("b", 6, 96), ("c", 2, 64)):
+        done("synth", "needle", "-o", f"{name}.h5", "--layers", str(layers), "--prompt", str(prompt), folder=tmp_path)
+    done("replay", "a.h5", "b.h5", "-p", "h2o,tova", "-b", "0.2", "-o", "one", folder=tmp_path)
+    one = done("show", "one", folder=tmp_path)
+    assert one.startswith("traces   2 of 1 prompt of ") and "2 to 6 layers" in one
+    assert "no interval, as all traces have one prompt" in one and "±" not in one
+    text = done("replay", "a.h5", "b.h5", "c.h5", "-p", "h2o,tova", "-b", "0.2", "-o", "two", folder=tmp_path)
+    assert text.startswith("traces   3 of 2 prompts of ") and "n = 2" in text
+    values = [float(as_csv("two", "--each", "--traces", name, "--columns", "recall", "-p", "h2o", folder=tmp_path)[0]
+                    ["attention_recall"]) for name in "abc"]  # fmt: skip
+    found = as_csv("two", "--columns", "recall", "-p", "h2o", folder=tmp_path)[0]
+    mean = np.mean(values)
+    sums = np.array([values[0] + values[1] - 2 * mean, values[2] - mean])
+    assert float(found["attention_recall"]) == pytest.approx(mean, rel=1e-12)
+    half = t.ppf(0.975, 1) * np.sqrt(2 * (sums**2).sum()) / 3
+    assert float(found["attention_recall half width"]) == pytest.approx(half, rel=1e-9)
+
+
+def test_a_budget_above_the_prompt_is_the_whole_prompt(tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
+    answer = kvreplay("replay", "t.h5", "-p", "h2o", "-b", "5000", "-o", "out", folder=tmp_path)
+    text = " ".join(answer.out.split())
+    assert re.search(r"budget 5000, more than the prompt: all (\d+) tokens per layer and head on average", text), text
+    assert "all 5000" not in text
+
+
+def test_a_second_replay_counts_the_cells_that_it_reuses(tmp_path: Path) -> None:
+    done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
+    words = ["replay", "t.h5", "-b", "6", "-o", "out", "-p"]
+    assert "reused" not in done(*words, "h2o", folder=tmp_path)
+    assert re.search(r"^results +out .* 4 of 5 cells reused$", done(*words, "h2o,knorm", folder=tmp_path), re.MULTILINE)
+    assert "reused" not in done(*words, "h2o,knorm", "--force", folder=tmp_path)
+
+
+def test_a_wrong_file_is_reported_before_a_missing_option(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("no trace")
+    for words in ([], ["-p", "x"], ["-p", "x", "-b", "0.1"]):
+        answer = kvreplay("replay", "README.md", *words, folder=tmp_path)
+        assert answer.code == 3 and answer.err.startswith("kvreplay: README.md: signature: expected an HDF5 file")
+    done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
+    answer = kvreplay("replay", "t.h5", "-p", "all", "-b", "0.1", folder=tmp_path)
+    assert answer.code == 2 and "kvreplay policies --names" in answer.err

@@ -92,13 +92,3 @@ def test_without_the_engine_results_can_be_read(tmp_path: Path) -> None:
         "3 link.h5:/link: link: expected an object of this file, found a soft link",
         "3 storage.h5:/numbers: layout: expected stored in this file, found other files",
     ]
-
-
-def test_memory_of_cells_of_earlier_calls(small: Path, tmp_path: Path) -> None:
-    """run.json lists the cells of the last call alone; the files of cells have the others."""
-    kv.replay(small, ["kivi", "knorm"], [10], output=tmp_path / "run")
-    kv.replay(small, ["knorm", "local"], [10], output=tmp_path / "run")
-    run = kv.Run(tmp_path / "run")
-    policies = run.cells.set_index(["trace", "cell"])["policy"]
-    assert {policies[key] for key in run.own_memory} >= {"kivi"}
-    assert not {policies[key] for key in run.own_memory} & {"knorm", "local"}

@@ -851,12 +851,12 @@ def test_offline_and_live_numbers_stand_beside_each_other(many, look):
     window = look(write_report(many))
     kinds = window.eval_on_selector_all("#headline .kinds th", "all => all.map((one) => [one.innerText, one.colSpan])")
     titles = window.locator("#headline thead tr:last-child th").all_inner_texts()
-    assert kinds == [["offline, open loop", len(titles) - 3], ["live model", 1]] and titles[-1] == "live kld"
+    assert kinds == [["offline, open loop", len(titles) - 3], ["live model", 1]] and titles[-1] == "live.kld"
     points = "#live-chart g.series[data-label=snapkv] path title"
     said = window.eval_on_selector_all(points, "all => all.map((one) => one.textContent)")
     assert len(said) == 3  # budgets
     recall = float(re.search(r"recall ([\d.]+)", said[0])[1])
-    kld = float(re.search(r"live kld ([\d.]+)", said[0])[1])
+    kld = float(re.search(r"live\.kld ([\d.]+)", said[0])[1])
     assert kld == pytest.approx(1 - recall, abs=0.002)
     assert window.locator("#live-chart polyline").count() == 0
     before = window.inner_html("#live-chart svg[role]")

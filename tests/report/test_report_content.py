@@ -151,7 +151,8 @@ def test_the_table_is_what_replay_prints(name, request):
     assert trace["skill"] == skill and bool(skill) == (name == "real")
     titles = [content["columns"][i]["title"] for i in trace["columns"]]
     if name == "real":
-        assert titles == [column.title for column in table.REPLAYED if column.metric != table.PER_HEAD]
+        replayed = [column for column in table.COLUMNS if not column.title.startswith("live.")]
+        assert titles == [column.title for column in replayed if column.metric != table.PER_HEAD]
     assert [budget["line"] for budget in trace["budgets"]] == [budget["line"] for budget in budgets]
     for ours, theirs in zip(trace["budgets"], budgets, strict=True):
         assert ["policy", "heads", *titles] == theirs["titles"]
@@ -177,8 +178,6 @@ def test_skill_stands_beside_recall_and_what_does_not_beat_its_twin_is_never_bes
     """H2O has the most recall and the least distance of attention, but its twin has more and less."""
     policies = [SNAPKV, CHUNKKV, Policy("h2o", "heads=kv", quality=0.85)]
     run = make_run(tmp_path / "run", policies, budgets=["0.1"], twins={"snapkv": 0.3, "h2o": 0.95})
-    told = [{"trace": "demo", "cell": name, "own_memory": False} for name in opened(run)["cells"]]
-    write_about(run, cells=told)
     content = read(write_report(run))
     [trace] = content["traces"]
     titles = [content["columns"][i]["title"] for i in trace["columns"]]
@@ -433,7 +432,7 @@ def test_what_an_earlier_call_replayed_has_nothing_of_the_last_call(tmp_path, ca
 
     both = read(write_report(run, "--trace", "earlier", "--trace", "last"))
     assert not_kept in both["provenance"] and ["trace last", "/there/last.h5, XXH3-128 ?"] in both["provenance"]
-    assert stars(both)["earlier"] >= 2 and stars(both)["last"] >= 2
+    assert min(stars(both).values()) >= 2
     last = read(write_report(run, "--trace", "last"))
     assert not_kept not in last["provenance"] and ["self-check", "of the last"] in last["provenance"]
     assert last["warnings"] == ["of the last call"]

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <string>
 #include <vector>
 
 namespace kvreplay {
@@ -11,24 +12,40 @@ namespace {
 
 constexpr double undefined = std::numeric_limits<double>::quiet_NaN();
 
+/// A letter for each.
+std::vector<std::string> prompts(const char* letters) {
+  std::vector<std::string> names;
+  for (; *letters != '\0'; ++letters) names.emplace_back(1, *letters);
+  return names;
+}
+
 TEST(MeanInterval, ByHand) {
   // Mean 2, standard deviation 1, n 3. With 2 degrees of freedom the quantile of p is (2p - 1) sqrt(2 / (1 - (2p -
   // 1)^2)).
   const double quantile = 0.95 * std::sqrt(2 / (1 - 0.95 * 0.95));
-  const MeanInterval three = mean_interval(std::vector{1.0, 3.0, undefined, 2.0});
+  const MeanInterval three = mean_interval(std::vector{1.0, 3.0, undefined, 2.0}, prompts("abcd"));
   EXPECT_EQ(three.count, 3);
   EXPECT_DOUBLE_EQ(three.mean, 2);
   EXPECT_NEAR(three.half_width, quantile / std::sqrt(3.0), 1e-12);
 }
 
 TEST(MeanInterval, NeedsTwoValues) {
-  const MeanInterval one = mean_interval(std::vector{0.5, std::numeric_limits<double>::infinity()});
+  const MeanInterval one = mean_interval(std::vector{0.5, std::numeric_limits<double>::infinity()}, prompts("ab"));
   EXPECT_EQ(one.count, 1);
   EXPECT_EQ(one.mean, 0.5);
   EXPECT_TRUE(std::isnan(one.half_width));
-  const MeanInterval none = mean_interval(std::vector<double>{});
+  const MeanInterval none = mean_interval(std::vector<double>{}, {});
   EXPECT_EQ(none.count, 0);
   EXPECT_TRUE(std::isnan(none.mean));
+}
+
+TEST(MeanInterval, TracesOfOnePromptAreOneSample) {
+  EXPECT_TRUE(std::isnan(mean_interval(std::vector{0.1, 0.9}, prompts("aa")).half_width));
+  const MeanInterval pairs = mean_interval(std::vector{1.0, 1.0, 3.0, 3.0}, prompts("aabb"));
+  const MeanInterval single = mean_interval(std::vector{1.0, 3.0}, prompts("ab"));
+  EXPECT_EQ(pairs.count, 4);
+  EXPECT_DOUBLE_EQ(pairs.mean, single.mean);
+  EXPECT_DOUBLE_EQ(pairs.half_width, single.half_width);
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ std::string meaning(const MetricCard& card, const MetricVariant& variant) {
 Json as_json(const MetricCard& card) {
   Json document{{"name", card.name},           {"summary", card.summary}, {"unit", card.unit},
                 {"better", word(card.better)}, {"formula", card.formula}, {"source", card.source},
-                {"edges", card.edges}};
+                {"edges", card.edges},         {"live", is_live(card)}};
   document["variants"] = Json::array();
   for (const MetricVariant& variant : card.variants)
     document["variants"].push_back({{"name", full_name(card, variant)},
@@ -45,7 +45,11 @@ Json as_json(const MetricCard& card) {
 std::vector<TableRow> variant_rows(const MetricCard& card, const char* by_default) {
   std::vector<TableRow> rows;
   for (const MetricVariant& variant : card.variants)
-    rows.push_back({full_name(card, variant), variant.by_default ? by_default : "on request", meaning(card, variant)});
+    rows.push_back({full_name(card, variant),
+                    is_live(card)        ? "by kvreplay live"
+                    : variant.by_default ? by_default
+                                         : "on request",
+                    meaning(card, variant)});
   return rows;
 }
 
@@ -77,8 +81,8 @@ int list(const Arguments& arguments) {
 int run(const Arguments& arguments) {
   if (arguments.operands().empty()) return list(arguments);
   const std::string& name = arguments.operands().front();
-  const MetricName* const titled = find_title(name);
-  const MetricCard& card = metrics().get(titled == nullptr ? name : titled->metric);
+  const std::optional<MetricName> titled = find_title(name);
+  const MetricCard& card = metrics().get(titled ? titled->metric : name);
   if (arguments.given("json"))
     print_json(as_json(card));
   else if (arguments.given("markdown"))

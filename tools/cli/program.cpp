@@ -70,8 +70,8 @@ int run_command(const std::string& program, const std::vector<std::string>& word
   }
   const Command* command = find_command(name);
   if (command == nullptr && name.starts_with('-'))
-    throw Error{Refusal::usage, "kvreplay", "unknown option",
-                nearest(name, std::vector<std::string>{"--help", "--version"}), name};
+    throw Error{Refusal::usage, name, "unknown option before the command",
+                "--help, --version, or kvreplay COMMAND OPTIONS"};
   if (command == nullptr) run_companion(name, rest);
 
   const Arguments arguments(*command, program, rest);

@@ -120,7 +120,12 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
 
 std::vector<MetricName> asked_metrics(const Arguments& arguments) {
   for (const GivenValue& value : arguments.values("metrics"))
-    at_place(value, [&] { return parse_metrics(value.text); });
+    at_place(value, [&] {
+      for (const MetricName& name : parse_metrics(value.text))
+        if (is_live(name))
+          throw Error{Refusal::usage, "--metrics", name.text() + " is measured in the live model",
+                      "metrics of a replay; run kvreplay live RUN --model MODEL after it"};
+    });
   return parse_metrics(fmt::format("{}", fmt::join(arguments.all("metrics"), ",")));
 }
 
@@ -128,9 +133,27 @@ std::vector<MetricName> asked_metrics(const Arguments& arguments) {
 std::vector<GivenValue> policy_texts(const Arguments& arguments) {
   std::vector<GivenValue> texts;
   for (const GivenValue& value : arguments.values("policy"))
-    for (std::string& text : at_place(value, [&] { return split_policies(value.text); }))
+    for (std::string& text : at_place(value, [&] { return split_policies(value.text); })) {
+      if (text == "all")
+        throw Error{Refusal::usage, "--policy", "all is not a policy",
+                    "names, as -p \"$(kvreplay policies --names | paste -sd,)\""};
       texts.push_back({std::move(text), value.where, value.place});
+    }
   return texts;
+}
+
+/// Throws Error{input} of the first trace where none can be opened.
+void require_a_trace(const std::vector<std::string>& paths) {
+  std::optional<Error> first;
+  for (const std::string& path : paths) {
+    try {
+      Trace::open(path);
+      return;
+    } catch (const Error& error) {
+      if (!first) first = error;
+    }
+  }
+  if (first) throw *first;
 }
 
 /// Places those of `policies` that some budget is left for into the request, and what is left out of them. Returns the
@@ -449,7 +472,14 @@ Prepared prepared(const Asked& asked, const std::string& output,
   const Arguments& arguments = asked.arguments;
   if (arguments.text("output").empty()) throw Error{Refusal::usage, "--output", "empty", "a folder for results"};
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
-  Prepared all = requested(arguments);
+  Prepared all = [&] {
+    try {
+      return requested(arguments);
+    } catch (const Error& error) {  // a wrong file is the first thing to correct
+      if (error.refusal() == Refusal::usage && in_memory.empty()) require_a_trace(arguments.operands());
+      throw;
+    }
+  }();
   all.request.output = output;
   for (const std::shared_ptr<const Trace>& trace : in_memory) all.request.in_memory.emplace(trace->path(), trace);
   if (arguments.given("memory")) arguments.bytes("memory");

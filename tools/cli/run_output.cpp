@@ -38,13 +38,11 @@ Json as_json(const RunSummary& summary) {
                                   {"read_observables", trace.read_observables},
                                   {"error", trace.error}});
   for (const CellRecord& cell : summary.cells) {
-    Json values = Json::object();
+    Json values = Json::object(), live = Json::object();
     for (const auto& [name, value] : cell.values) {
       const double overall = cell.value(name);
-      values[name.text()] = std::isnan(overall) ? Json() : Json(overall);
+      (is_live(name) ? live : values)[name.text()] = std::isnan(overall) ? Json() : Json(overall);
     }
-    Json live = Json::object();
-    for (const auto& [name, value] : cell.live) live[name.text()] = value;
     document["cells"].push_back({{"trace", cell.trace},
                                  {"id", cell.id},
                                  {"role", cell.role},
@@ -58,8 +56,8 @@ Json as_json(const RunSummary& summary) {
                                  {"select_seconds", cell.select_seconds()},
                                  {"state", word(cell.state)},
                                  {"error", cell.error},
-                                 {"values", values},
-                                 {"live", live}});
+                                 {"values", values}});
+    if (!live.empty()) document["cells"].back()["live"] = live;
   }
   return document;
 }

@@ -120,6 +120,7 @@ def live(arguments: argparse.Namespace) -> None:
         for run in runs:
             write_view(run.folder)
         say("all cells are measured already")
+        _print_tables(runs, arguments)
         return
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
@@ -139,17 +140,12 @@ def live(arguments: argparse.Namespace) -> None:
         if (floor := machine.floors.pop(trace.name, None)) is not None:
             say(f"{trace.name}: noise floor {floor:.3g} nats (KLD between these passes without eviction and the "
                 "unchanged model)")  # fmt: skip
+    if machine.reused:
+        say(f"{machine.reused} of {sum(len(rows) for *_, rows in wanted)} cells were measured before and are reused")
+    _print_tables(runs, arguments)
     if machine.failed:
         raise Error("live", f"cells failed: {len(machine.failed)} (listed above); the others are in live.csv. Run the "
                     "same command again to measure the failed cells", exit_code=Refusal.SOME_FAILED)  # fmt: skip
-    from kvreplay._engine import table
-
-    policies_and_budgets = [*(f"-p{one}" for one in policies), *(f"-b{one}" for one in arguments.budgets)]
-    for run in runs:
-        print(table([str(run.folder), *policies_and_budgets], True))
-    folders = [shlex.quote(str(run.folder)) for run in runs]
-    for line in [f"report {folder}" for folder in folders] + [f"predict {' '.join(folders)}"]:
-        print(f"next  kvreplay {line}")
 
 
 def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, arguments: argparse.Namespace) -> bool:
@@ -165,6 +161,13 @@ def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, a
     for reason in left_out:
         say(reason)
     return True
+
+
+def _print_tables(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
+    """Prints the table of each run, with offline and live numbers of the chosen cells, and a further command."""
+    for run in runs:
+        print(run.table(split_policies(arguments.policies), arguments.budgets, arguments.trace), end="")
+    print(f"{'':11}kvreplay predict {' '.join(shlex.quote(str(run.folder)) for run in runs)}")
 
 
 def _traces(run: Run, asked: Sequence[str]) -> list[str]:

@@ -42,9 +42,9 @@ class Work:
     results: LiveResults
     predict: list[LiveCell]
     write: list[LiveCell]  # a text of each
+    reused: int  # cells that were measured before
     left_out: list[str]  # cells that no model can hold, and why
     failed: list[str]  # cells that this machine cannot read, and why
-    reused: int  # cells whose predictions an earlier call has measured
 
     @classmethod
     def of(cls, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, way: Way, decide: bool = False) -> Work:
@@ -57,9 +57,10 @@ class Work:
         tokens = trace.tokens - trace.boundary
         predict = [cell for cell in cells if not results.has(cell, "kld", tokens)]
         write = [cell for cell in cells if count and not results.has(cell, "same_tokens", count)]
+        waiting = {cell.facts["cell"] for cell in (*predict, *write)}
+        reused = sum(cell.facts["cell"] not in waiting for cell in cells)
         left_out = [f"{trace.name}: omitted: {reason}" for reason in left_out]
-        failed = [f"{trace.name}: failed: {reason}" for reason in failed]
-        return cls(results, predict, write, left_out, failed, len(cells) - len(predict))
+        return cls(results, predict, write, reused, left_out, [f"{trace.name}: failed: {reason}" for reason in failed])
 
     def without_moved_keys(self) -> Work:
         """The work in a model whose keys are expanded from latent vectors."""
@@ -75,8 +76,9 @@ class Work:
 
 
 class LiveModel:
-    """One model, for many traces. `failed`: cells that could not be measured. `floors`: by trace the KLD in nats of
-    these passes, nothing evicted, from the model's own attention."""
+    """One model, for many traces. `failed`: cells that could not be measured. `reused`: the number of cells that were
+    measured before. `floors`: by trace the KLD in nats of these passes, nothing evicted, from the model's own
+    attention."""
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class LiveModel:
         self._decide = decide
         self._is_latent = any(hasattr(module, "kv_b_proj") for module in model.modules())
         self.failed: list[str] = []
+        self.reused = 0
         self.floors: dict[str, float] = {}
 
     def measure(
@@ -119,10 +122,9 @@ class LiveModel:
         for reason in [*work.left_out, *work.failed]:
             self._say(reason)
         self.failed += work.failed
+        self.reused += work.reused
         if not work.cells:
             return
-        if work.reused:
-            self._say(f"{trace.name}: {work.reused} of {work.reused + len(work.predict)} cells are measured already")
         results, tokens = work.results, trace.tokens - trace.boundary
         known = run_.cells_file(trace.name)[f"/traces/{trace.name}/tokens/ids"][()]
         by_keys = self._check(run_, trace, known)

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -180,8 +181,8 @@ std::string run_table(const std::vector<std::string>& words, bool in_memory) {
 
 /// The metric that a title of a table stands for; another text is returned as it is.
 std::string metric_of_title(const std::string& text) {
-  const MetricName* const titled = find_title(text);
-  return titled == nullptr ? text : titled->text();
+  const std::optional<MetricName> titled = find_title(text);
+  return titled ? titled->text() : text;
 }
 
 std::string better_of_metric(const std::string& text) {
@@ -189,6 +190,31 @@ std::string better_of_metric(const std::string& text) {
   if (text.empty() || names.size() != 1)
     throw Error{Refusal::usage, "--metric", "not one metric", "NAME[:VARIANT]", text};
   return word(better_of(names.front()));
+}
+
+/// (title, metric, variant) of each title, in the order of the columns of a table.
+std::vector<std::tuple<std::string, std::string, std::string>> titles() {
+  std::vector<std::tuple<std::string, std::string, std::string>> all;
+  for (const std::string& title : metric_titles()) {
+    const MetricName name = *find_title(title);
+    all.emplace_back(title, name.metric, name.variant);
+  }
+  return all;
+}
+
+/// (name, unit, better, formula, variants, whether it is of generated text) of each metric of the live model.
+std::vector<std::tuple<std::string, std::string, std::string, std::string, std::vector<std::string>, bool>>
+live_metrics() {
+  std::vector<std::tuple<std::string, std::string, std::string, std::string, std::vector<std::string>, bool>> all;
+  for (const std::string& name : metrics().names()) {
+    const MetricCard& card = metrics().get(name);
+    const auto* const live = std::get_if<OfLiveModel>(&card.variants.front().measure);
+    if (live == nullptr) continue;
+    std::vector<std::string> variants;
+    for (const MetricVariant& variant : card.variants) variants.push_back(variant.name);
+    all.emplace_back(name, card.unit, word(card.better), card.formula, std::move(variants), live->of_text);
+  }
+  return all;
 }
 
 }  // namespace
@@ -266,6 +292,9 @@ NB_MODULE(_engine, module) {
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def("metric_of_title", python::metric_of_title, "text"_a,
              "The metric NAME[:VARIANT] that a title of a table, such as recall, stands for; another text as it is.");
+  module.def("titles", python::titles, "(title, metric, variant) of each title, in the order of a table's columns.");
+  module.def("live_metrics", python::live_metrics,
+             "(name, unit, better, formula, variants, is_of_text) of each metric of the live model.");
   module.def("table", python::run_table, "words"_a, "in_memory"_a,
              "The text that `kvreplay show WORDS` prints; in_memory: without the lines that name the folder.");
   module.def("replay", python::replay, "words"_a, "in_memory"_a, "progress"_a,

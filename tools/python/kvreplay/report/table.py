@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from kvreplay.results import TraceFacts
 from kvreplay.skill import SKILL
@@ -31,13 +32,27 @@ def duration(seconds: float) -> str:
     return f"{seconds * count:.{digits}f} {unit}"
 
 
+@cache
+def titles() -> dict[Metric, str]:
+    """The titles of the table of `kvreplay show`; without the engine, none."""
+    try:
+        from kvreplay import _engine
+    except ImportError:
+        return {}
+    return {(name, variant): title for title, name, variant in _engine.titles()}
+
+
 @dataclass(frozen=True)
 class Column:
-    title: str
     metric: Metric
     meaning: str
     write: Callable[[float], str] = "{:.3f}".format
     units: Units = ()  # none: a share, a cosine or a distance
+
+    @property
+    def title(self) -> str:
+        """The title in tables, or the metric's name if it has none."""
+        return titles().get(self.metric, ":".join(filter(None, self.metric)))
 
     def best(self, better: dict[str, str]) -> int:
         """1: the largest value is the best; -1: the smallest; 0: there is no best value. `better` as `Run.better`."""
@@ -51,47 +66,36 @@ SELECT = ("select_seconds", "")
 POOLED, PER_HEAD = ("output_error", "pooled"), ("output_error", "")
 SKILL_METRIC = (SKILL["name"], "")
 SKILL_MEANING = "0 = random, 1 = best"
-REPLAYED = (
-    Column("kept", KEPT, "tokens of the prompt kept, mean over layers and heads", TOKEN_COUNT, TOKENS),
+COLUMNS = (
+    Column(KEPT, "tokens of the prompt kept, mean over layers and heads", TOKEN_COUNT, TOKENS),
     Column(
-        "held",
-        ("held_tokens", ""),
-        "resident tokens at an evaluation query, mean over layers and heads",
-        TOKEN_COUNT,
-        TOKENS,
+        ("held_tokens", ""), "resident tokens at an evaluation query, mean over layers and heads", TOKEN_COUNT, TOKENS
     ),
-    Column("KiB", MEMORY, "memory of the kept keys and values, all layers", kibibytes, BYTES),
-    Column("recall", ("attention_recall", ""), "share of the attention that falls on kept tokens"),
-    Column("skill", SKILL_METRIC, f"recall between random twin and oracle, at the same token counts: {SKILL_MEANING}"),
-    Column("att.cos", ("attention_cosine", ""), "cosine of the attention before and after"),
-    Column("att.l1", ("attention_l1", ""), "L1 distance of the attention before and after"),
-    Column("out.cos", ("output_cosine", ""), "cosine of the attention output before and after"),
-    Column("out.err", POOLED, "relative error of the attention output, pooled over the heads and queries of a layer"),
-    Column("head.err", PER_HEAD, "relative error of the attention output, mean over heads and queries"),
-    Column("kv.l1", ("kv_l1_loss", ""), "share of the L1 norm of keys and values evicted or changed"),
-    Column("jaccard", ("jaccard_adjacent", "mean"), "Jaccard similarity of the sets of adjacent layers"),
-    Column("needle", ("span_recall", "needle.mean"), "share of the needle's tokens kept"),
-    Column("answer", ("span_recall", "answer.mean"), "share of the answer's tokens kept"),
-    Column("question", ("span_recall", "question.mean"), "share of the question's tokens kept"),
-    Column("select", SELECT, "time to select the tokens, all layers", duration, SECONDS),
+    Column(MEMORY, "memory of the kept keys and values, all layers", kibibytes, BYTES),
+    Column(("attention_recall", ""), "share of the attention that falls on kept tokens"),
+    Column(SKILL_METRIC, f"recall between random twin and oracle, at the same token counts: {SKILL_MEANING}"),
+    Column(("attention_cosine", ""), "cosine of the attention before and after"),
+    Column(("attention_l1", ""), "L1 distance of the attention before and after"),
+    Column(("output_cosine", ""), "cosine of the attention output before and after"),
+    Column(POOLED, "relative error of the attention output, pooled over the heads and queries of a layer"),
+    Column(PER_HEAD, "relative error of the attention output, mean over heads and queries"),
+    Column(("kv_l1_loss", ""), "share of the L1 norm of keys and values evicted or changed"),
+    Column(("jaccard_adjacent", "mean"), "Jaccard similarity of the sets of adjacent layers"),
+    Column(("span_recall", "needle.mean"), "share of the needle's tokens kept"),
+    Column(("span_recall", "answer.mean"), "share of the answer's tokens kept"),
+    Column(("span_recall", "question.mean"), "share of the question's tokens kept"),
+    Column(SELECT, "time to select the tokens, all layers", duration, SECONDS),
+    Column(("kld", ""), "KL divergence of the live model from its full cache, in nats"),
+    Column(("same_top_p", ""), "share of positions with the most probable token of the full cache"),
+    Column(("nll_increase", ""), "increase of the negative log-likelihood of the true next token, in nats"),
+    Column(("contains", ""), "share of the reference strings that the generated text contains, as in RULER"),
 )
-LIVE = (
-    Column("live kld", ("kld", ""), "KL divergence of the live model from its full cache, in nats"),
-    Column("live top 1", ("same_top_p", ""), "share of positions with the most probable token of the full cache"),
-    Column("live nll", ("nll_increase", ""), "increase of the negative log-likelihood of the true next token, in nats"),
-    Column(
-        "live contains",
-        ("contains", ""),
-        "share of the reference strings that the generated text contains, as in RULER",
-    ),
-)
-COLUMNS = (*REPLAYED, *LIVE)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One cell of one trace that has not failed. `own_memory`: it ignores the budget. `fails_twin`: its recall is at
-    most that of its random twin."""
+    """One cell of one trace that has not failed. `own_memory`: it ignores the budget. `fails_twin`: its recall
+    is at most that of its random twin."""
 
     label: str
     role: str
@@ -166,15 +170,16 @@ def trace_line(trace: TraceFacts, treated: int) -> str:
 
 
 def budget_line(budget: str, tokens: Sequence[int], treated: int, boundary: int) -> str:
-    """A budget in tokens, also over all layers if its lines have the same number."""
+    """A budget in tokens, at most the whole prompt, also over all layers if its lines have the same number."""
+    used = [min(count, boundary) for count in tokens]
     share = any(letter in budget for letter in ".%eE")
     meaning = f"{budget} = " if budget.endswith("B") else f"{budget} of {boundary} = " if share else ""
-    if min(tokens) < max(tokens):
-        return (
-            f"{meaning}{min(tokens)} to {max(tokens)} tokens per layer and head on average, protected tokens included"
-        )
-    slots = f"{tokens[0] * treated:,}".replace(",", " ")
-    mean = f"{tokens[0]} tokens per layer and head on average"
+    if min(tokens) > boundary:
+        meaning = f"{budget}, more than the prompt: all "
+    if min(used) < max(used):
+        return f"{meaning}{min(used)} to {max(used)} tokens per layer and head on average, protected tokens included"
+    slots = f"{used[0] * treated:,}".replace(",", " ")
+    mean = f"{used[0]} tokens per layer and head on average"
     return f"{meaning}{mean} ({slots} over all layers), protected tokens included"
 
 

@@ -24,7 +24,7 @@ async function chooseTrace() {
   const byLayer = columns.filter((i) => cells.some((cell) => cell.by_layer[i]) && i !== 0);
   fillMetric("curve-metric", metricOptions(columns));
   fillMetric("layer-metric", [["kept", "kept: tokens kept"], ...metricOptions(byLayer)]);
-  const isLive = (i) => page.columns[i].title.startsWith("live ");
+  const isLive = (i) => page.columns[i].title.startsWith("live.");
   fillMetric("offline-metric", metricOptions(columns.filter((i) => !isLive(i))));
   fill($("live-metric"), metricOptions(columns.filter(isLive)));
   $("live").hidden = !columns.some(isLive);

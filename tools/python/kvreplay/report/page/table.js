@@ -70,7 +70,7 @@ function drawTable(trace, budget) {
   const head = make("tr", {}, headingOf("policy", "name, and parameters where cells of that name differ", -1),
     make("th", { scope: "col" }, "heads"),
     ...columns.map((column) => headingOf(column.title, column.meaning, column.best, column.name)));
-  const live = columns.filter((column) => column.title.startsWith("live ")).length;
+  const live = columns.filter((column) => column.title.startsWith("live.")).length;
   const kinds = make("tr", { class: "kinds" }, make("td", { colspan: 2 }),
     make("th", { scope: "colgroup", colspan: columns.length - live }, "offline, open loop"),
     make("th", { scope: "colgroup", colspan: live }, "live model"));
