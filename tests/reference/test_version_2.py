@@ -234,3 +234,16 @@ def test_violations(options: Sequence[str], edit: Callable[[h5py.File], None], s
     result = subprocess.run([*program(), "validate", path], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert said in result.stdout + result.stderr
+
+
+def test_a_later_run_reads_the_sets_of_layers_of_different_shape(tmp_path: Path) -> None:
+    shape = ["--query-heads", "8,4", "--kv-heads", "4,2", "--head-dim", "16,24"]
+    trace = tmp_path / "t.h5"
+    subprocess.run([*program(), "synth", "gaussian", "-o", trace, *SHAPE, *shape], check=True, capture_output=True)
+    policies = "snapkv:window=8,h2o:heads=query,layers:0=(h2o:heads=layer),1=snapkv"
+    more = "attention_recall,output_error,kv_l1_loss"
+    for folder, metrics in (("two", "attention_recall"), ("two", more), ("one", more)):
+        words = ["replay", trace, "-p", policies, "-b", "20", "--metrics", metrics, "-o", tmp_path / folder]
+        subprocess.run([*program(), *words], check=True, capture_output=True)
+    diff = [*program(), "diff", tmp_path / "one", tmp_path / "two"]
+    assert subprocess.run(diff, capture_output=True, text=True, check=False).returncode == 0
