@@ -93,7 +93,7 @@ titles = {
 }
 for (name, title), policies in zip(titles.items(), (PUBLISHED, SHARED), strict=True):
     page.draw("heatmap", tenth, f"jaccard-{name}", policies=list(policies.values()), variant="first",
-              traces_asked=[shown], title=title)  # fmt: skip
+              trace=shown, title=title)  # fmt: skip
 
 # %% [markdown]
 # The table and the figure below average over all traces. *First head* means the sets that the paper's figures use.
@@ -355,7 +355,7 @@ drawn = [*PUBLISHED.values(), "random"]
 named = {"loss-by-layer": ("kv_l1_loss", "L1 loss of keys and values by layer"),
          "cosine-by-layer": ("attention_cosine", "Cosine of attention by layer")}  # fmt: skip
 for name, (metric, title) in named.items():
-    page.draw("layers", tenth, name, policies=drawn, metric_asked=metric, traces_asked=questions, title=title)
+    page.draw("layers", tenth, name, policies=drawn, metric=metric, trace=questions, title=title)
 
 
 # %%
@@ -736,7 +736,7 @@ page.keep(curves(
     {"needle task, LLaMA-3-8B (paper)": "score / %", "needle": "share of the needle kept"},
     "Needles", "one set a layer", Choice(retrieval).caption(), "tokens kept in each layer", "log",
 ), "needle")  # fmt: skip
-page.draw("needle", retrieval, "needle-depth", budgets_asked=["128"])
+page.draw("needle", retrieval, "needle-depth", budgets="128")
 
 # %%
 page.answered(

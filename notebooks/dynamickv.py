@@ -343,7 +343,7 @@ page.find(
 PAPER_NEEDLE = {"StreamingLLM": 33, "H2O": 53, "SnapKV": 49, "PyramidKV": 79, "DynamicKV": 90}
 needles = page.replay("needle", traces("needle"), ASKED, ["64", "128"], "--metrics", "span_recall",
                       "--detail", "summary")  # fmt: skip
-page.draw("needle", needles, "needle", budgets_asked=["64"])
+page.draw("needle", needles, "needle", budgets="64")
 kept = needle_kept(needles)
 kept = kept[kept["label"].isin(METHODS)].assign(series=kept["label"].map(METHODS))
 found = mean_over_traces(kept, ["series", "budget"])

@@ -7,7 +7,6 @@ numbers as CSV, each table as CSV and Markdown, and its findings: the paper's st
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import json
 import math
@@ -26,6 +25,7 @@ from IPython.display import Image, Markdown, display
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from study import STUDIES, file_of, read
 
+from kvreplay import Run, figure
 from kvreplay.compare.statistics import bootstrap_intervals, holm, sign_flip_p
 from kvreplay.errors import Error, Refusal
 from kvreplay.parameters import parameters
@@ -50,7 +50,7 @@ from kvreplay.plot.style import (
     width_of,
 )
 from kvreplay.predict.prediction import PARTS, Measured, Prediction
-from kvreplay.results import Run, TraceFacts
+from kvreplay.results import TraceFacts
 from kvreplay.skill import TWIN, policy_of_twin
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -353,9 +353,9 @@ class Page:
         page = io.BytesIO((self.folder / f"{name}.png").read_bytes())
         display(Image(data=page.getvalue(), width=int(drawing.figure.get_figwidth() * INCH)))
 
-    def draw(self, kind: str, run: Run, name: str, **asked: object) -> None:
-        """A figure as `kvreplay plot KIND` draws it; `asked` are the fields of Choice."""
-        self.keep(importlib.import_module(f"kvreplay.plot.{kind}").draw(Choice(run, **asked)), name)
+    def draw(self, kind: str, run: Run, name: str, **options: object) -> None:
+        """The figure `kv.figure(kind, run, **options)`."""
+        self.keep(figure(kind, run, **options), name)
 
     def table(self, name: str, numbers: pd.DataFrame, shown: pd.DataFrame | None = None) -> None:
         """Writes `numbers` as NAME.csv, and `shown` (text; else the numbers) as NAME.md, and shows it."""
