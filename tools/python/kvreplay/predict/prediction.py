@@ -125,7 +125,9 @@ class Prediction:
         equal = [name for name in offline if (wide.groupby(["prompt", "budget"])[name].nunique() < 2).all()]
         if equal:
             offline = [name for name in offline if name not in equal]
-            notes.append(f"omitted, because all policies have the same value: {', '.join(equal)}")
+            whole = [name for name in equal if without_part(name) == name]
+            if whole:
+                notes.append(f"omitted, because all policies have the same value: {', '.join(whole)}")
         if (counts < FEWEST).any():
             few = int((counts < FEWEST).sum())
             notes.append(f"fewer than {FEWEST} policies: {few} of {len(counts)} prompts at a budget are omitted")
