@@ -6,6 +6,7 @@ this module, so that a policy has the same label everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import numbers
 import os
@@ -323,18 +324,18 @@ class Run:
 
     @cached_property
     def own_memory(self) -> set[tuple[str, str]]:
-        """(trace, cell) of the cells that ignore the budget, from run.json; it lists the cells of the last call only,
-        and cells/TRACE.h5 has the others."""
-        listed = {(one.get("trace"), one.get("cell")): one["own_memory"]
-                  for one in self.about.get("cells", []) if "own_memory" in one}  # fmt: skip
-        keys = zip(self.cells["trace"], self.cells["cell"], strict=True)
-        return {key for key in keys if (listed[key] if key in listed else self._stores_own_memory(*key))}
-
-    def _stores_own_memory(self, trace: str, cell: str) -> bool:
-        if not self.cells_path(trace).is_file():
-            return False
-        stored = self.cells_file(trace).get(f"/values/{cell}")
-        return stored is not None and bool(stored.attrs.get("own_memory", False))
+        """(trace, cell) of the cells that ignore the budget: of the last call as run.json says, of earlier calls as the
+        files of cells say. Without these files, the cells that keep more tokens than their budget."""
+        listed = {(one.get("trace"), one.get("cell")): one.get("own_memory") for one in self.about.get("cells", [])}
+        found = set()
+        for row in self.cells.itertuples():
+            own = listed.get((row.trace, row.cell))
+            if own is None:
+                with contextlib.suppress(Error, KeyError):
+                    own = self.cells_file(row.trace)[f"/cells/{row.cell}"].attrs["own_memory"]
+            if row.kept_tokens > row.budget_tokens + 1e-9 if own is None else own:
+                found.add((row.trace, row.cell))
+        return found
 
     @cached_property
     def fails_twin(self) -> set[tuple[str, str]]:
