@@ -78,27 +78,39 @@ def test_the_star_is_for_what_holm_leaves(run, capsys):
     """p is 0.031 both times; with a second comparison Holm makes it 0.062."""
     for policies, star in (("b:chunk=10", True), ("a,b:chunk=10", False)):
         assert main([str(run), "--baseline", "base", "-p", policies]) == 0
-        [line] = [one for one in capsys.readouterr().out.splitlines() if " b:chunk=10 " in one]
+        [line] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("b:chunk=10 ")]
         assert ("*" in line) is star
 
 
-def test_the_table_is_aligned_and_says_open_loop(run, capsys):
+def test_the_table_is_aligned_and_says_open_loop(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert main([str(run), "--baseline", "base", "-p", "a,random"]) == 0
     captured = capsys.readouterr()
     page = captured.out.splitlines()
     assert page[0] == "traces    6 of 6 prompts   small        OPEN LOOP"
     assert page[1] == "baseline  base"
-    assert page[2].split() == ("metric unit budget policy heads traces mean 95 % interval difference 95 % interval p "
-                               "p Holm better/same/worse").split()  # fmt: skip
-    assert page[3].split()[:7] == ["attention_recall", "share", "0.1", "base", "kv", "6", "0.6000"]
-    assert page[3].split()[-1] == "baseline"
-    assert page[4].split()[3:7] == ["a", "kv", "6", "0.7250"] and page[4].endswith("5/1/0")
-    assert page[5].split()[3] == "(random)" and page[5].endswith("0/0/6")
-    assert len(page[4]) == len(page[5]) == len(page[2])
+    assert page[2:4] == ["", "attention_recall (share), budget 0.1"]
+    assert page[4].split() == ("policy heads traces mean 95 % interval difference 95 % interval p p Holm "
+                               "better/same/worse").split()  # fmt: skip
+    assert page[5].split()[:4] == ["base", "kv", "6", "0.6000"] and page[5].split()[-1] == "baseline"
+    assert page[6].split()[:4] == ["a", "kv", "6", "0.7250"] and page[6].endswith("5/1/0")
+    assert page[7].split()[0] == "(random)" and page[7].endswith("0/0/6")
+    assert len(page[6]) == len(page[7]) == len(page[4])
     assert captured.err.splitlines() == [
         "kvreplay: compare: no policy has a random twin: skill is not compared (use replay --controls twins)",
         "kvreplay: compare: few prompts (6): intervals are too narrow, and the smallest possible p is 0.0312",
     ]
+
+
+def test_the_table_fits_80_columns_without_a_terminal(run, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main([str(run), "--baseline", "base", "--metric", "attention_recall,output_error"]) == 0
+    page = capsys.readouterr().out.splitlines()
+    assert max(map(len, page)) <= 80
+    assert [line for line in page if "budget 0.1" in line] == [
+        "attention_recall (share), budget 0.1", "output_error (relative L2 norm), budget 0.1"
+    ]  # fmt: skip
+    assert "columns not shown in this width: heads, traces, 95 % interval of the mean" in "\n".join(page)
 
 
 def test_a_metric_without_a_direction_has_no_winner(tmp_path, capsys):
@@ -107,7 +119,7 @@ def test_a_metric_without_a_direction_has_no_winner(tmp_path, capsys):
     found = lines(capsys, run, "--baseline", "base", "--metric", "kv_bytes,attention_recall")
     assert pd.isna(found.loc[("kv_bytes", "a"), "wins"]) and found.loc[("attention_recall", "a"), "wins"] == 2
     assert main([str(run), "--baseline", "base", "--metric", "kv_bytes"]) == 0
-    assert capsys.readouterr().out.splitlines()[4].endswith(" -")
+    assert capsys.readouterr().out.splitlines()[6].endswith(" -")
     untold = write_run(tmp_path / "untold", values, SIX[:2], better={})
     assert main([str(untold), "--baseline", "base"]) == 0
     assert "run.json does not say whether higher or lower is better for attention_recall" in capsys.readouterr().err
@@ -277,8 +289,8 @@ def test_what_no_budget_binds_has_no_verdict(run, capsys):
     held_by_own_rule(run, "b:chunk=10")
     assert main([str(run), "--baseline", "base", "-p", "a,b:chunk=10"]) == 0
     captured = capsys.readouterr()
-    [line] = [one for one in captured.out.splitlines() if " b:chunk=10 " in one]
-    assert "-0.200" in line and line.split()[-3:] == ["-", "-", "-"]
+    [line] = [one for one in captured.out.splitlines() if one.startswith("b:chunk=10 ")]
+    assert "-0.200" in line and line.split()[-2:] == ["-", "-"]
     assert "not at equal memory, so no p and no verdict: b:chunk=10" in captured.err
     found = document(capsys, run, "--baseline", "base", "-p", "a,b:chunk=10")
     assert found["comparisons"] == 1  # Holm corrects for what is tested

@@ -797,7 +797,7 @@ def test_means_over_traces_have_the_verdicts_of_compare(many, look):
         choose(window, mean_metric=metric, budget="0.2")
         shown = {row[0]: row[1:] for row in rows_shown(window, "means")}
         lines = [line for line in comparison.lines.itertuples() if (line.metric, line.budget) == (metric, "0.2")]
-        assert shown == {line.policy: [text.strip() for text in comparison.line_texts(line)[4:]] for line in lines}
+        assert shown == {line.policy: [text.strip() for text in comparison.line_texts(line)[1:]] for line in lines}
         assert shown["snapkv"][4] == "baseline"
         assert metric == "skill" or any("*" in texts[7] for texts in shown.values())
     choose(window, mean_metric="attention_l1")  # compare's default has no verdict on it

@@ -30,14 +30,14 @@ def test_the_commands_of_the_page_print_what_it_shows(traces, tmp_path, capsys, 
     for words, lines in shown:
         assert main([*map(str, traces), *shlex.split(words), "--trials", "8"]) == 0
         printed = capsys.readouterr().out.splitlines()
-        assert [beginning(line) for line in printed] == [beginning(line) for line in lines.splitlines()]
+        assert beginnings(printed) == beginnings(lines.splitlines())
         run = kv.replay(traces[0], shlex.split(printed[-1])[-1], "0.1", metrics="attention_recall", output="replayed")
         assert set(run.overall["role"]) >= {"asked"}
 
 
-def beginning(line: str) -> str:
-    """The label, or the sentence up to its first number; a verdict may be either."""
-    return re.match(r"(?:not )?(better on held-out traces:|\S*) ?", line)[1]
+def beginnings(lines: list[str]) -> list[str]:
+    """The labels, or the sentences up to their first number; a verdict may be either. Wrapped lines are indented."""
+    return [re.match(r"(?:not )?(better on held-out traces:|\S*) ?", line)[1] for line in lines if line[0] != " "]
 
 
 # ---- search
@@ -466,5 +466,7 @@ def test_the_table_is_for_people(traces, tmp_path, monkeypatch, capsys):
     words = [*map(str, traces), "-p", "snapkv", "-b", "16", "--search", "window=2|4|16", "-o", "out/mine.yaml"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "OPEN LOOP" in said and "on held-out traces" in said and "too few for a reliable interval" in said
+    words = " ".join(said.split())
+    assert "OPEN LOOP" in words and "on held-out traces" in words and "too few for a reliable interval" in words
+    assert max(map(len, said.splitlines())) <= 80
     assert said.endswith("replay     -p @out/mine.yaml\n") and Path("out/mine.yaml").is_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,13 +27,13 @@ def aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
 
 
 def terminal_width() -> int:
-    """Characters of a line of the terminal; without one, of any line."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    """Characters of a line: those of the terminal, or $COLUMNS; without both 80."""
+    return shutil.get_terminal_size().columns
 
 
 def narrowed(rows: Sequence[Sequence[str]], words: int, omissible: Sequence[int]) -> tuple[list[str], list[str]]:
     """The lines of `aligned`, and the titles, in the first row, of the columns that are left out: as many of
-    `omissible`, in this order, as the terminal is too narrow for."""
+    `omissible`, in this order, as a line is too short for."""
     every = range(len(rows[0]))
     for count in range(len(omissible) + 1):
         places = [place for place in every if place not in omissible[:count]]
@@ -45,11 +44,11 @@ def narrowed(rows: Sequence[Sequence[str]], words: int, omissible: Sequence[int]
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """The text in lines that fit the terminal; `indent`: of all but the first."""
+    """The text in lines of that width, with longer words whole; `indent`: of all but the first."""
     width = terminal_width()
     if len(text) <= width:
         return [text]
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def records(table: pd.DataFrame) -> list[dict]:

@@ -17,9 +17,11 @@ from kvreplay.skill import SKILL
 from kvreplay.tables import narrowed, records, wrapped
 
 NAMED = 5  # traces in a note
-# Columns of the table that a narrow terminal leaves out, in this order: unit, heads, interval of the mean, p, traces,
-# mean; of a single metric also its name; verdicts.
-NARROW = (1, 4, 7, 10, 5, 6, 0, 12)
+TITLES = ("policy", "heads", "traces", "mean", "95 % interval", "difference", "95 % interval", "p", "p Holm",
+          "better/same/worse")  # fmt: skip
+HEADS = 1  # the column
+# Columns that a narrow table leaves out, in this order: heads, interval of the mean, p, traces, mean, verdicts.
+NARROW = (HEADS, 4, 7, 2, 3, 9)
 VALUE = ["trace", "name", "budget", "label"]  # what tells one value from another; trace is the trace's hash here
 
 
@@ -181,36 +183,33 @@ class Comparison:
         }
 
     def table(self) -> str:
-        """Where it comes from, one aligned line a metric, budget and policy, and how to read it."""
-        count = int(self.lines["p"].notna().sum())
-        prompts = self.cluster.nunique()
-        head = f"traces    {len(self.cluster)} of {prompts} prompts   {', '.join(self.models)}"
+        """Where it comes from, a table of policies for each metric and budget, and how to read it."""
+        head = f"traces    {len(self.cluster)} of {self.cluster.nunique()} prompts   {', '.join(self.models)}"
         head += "   synthetic" if self.synthetic else ""
-        texts = [("metric", "unit", "budget", "policy", "heads", "traces", "mean", "95 % interval",
-                  "difference", "95 % interval", "p", "p Holm", "better/same/worse")]  # fmt: skip
-        texts += [self.line_texts(line) for line in self.lines.itertuples()]
+        texts = [TITLES, *map(self.line_texts, self.lines.itertuples())]
+        needed = (HEADS,) if (self.lines["memory"] > 1).any() else ()  # it tells caches of different size
+        (titles, *rows), omitted = narrowed(texts, 2, [place for place in NARROW if place not in needed])
+        tables = []
+        for place, row in zip(self.lines[["metric", "unit", "budget"]].itertuples(index=False), rows, strict=True):
+            unit = "" if pd.isna(place.unit) else f" ({place.unit})"
+            heading = f"{place.metric}{unit}, budget {place.budget}"
+            tables += [row] if heading in tables else ["", heading, titles, row]
+        count = int(self.lines["p"].notna().sum())
         foot = [f"difference: policy minus baseline ({self.baseline}), mean over traces; intervals: bootstrap over "
-                "prompts, "
-                f"seed {self.seed}; p: sign flips of prompts;",
-                f"* Holm-corrected p below 0.05, over all comparisons of this table: {count}"]  # fmt: skip
-        shown = list(dict.fromkeys(self.lines["metric"]))
-        body, omitted = narrowed(texts, 5, NARROW if len(shown) == 1 else NARROW[:-2])
-        if "metric" in omitted:
-            head += f"   {shown[0]}"
-            omitted.remove("metric")
+                f"prompts, seed {self.seed}; p: sign flips of prompts;",
+                f"* Holm-corrected p below 0.05, over all comparisons of these tables: {count}"]  # fmt: skip
         if omitted:
-            foot.append(f"not shown on this terminal: {', '.join(omitted)}; use --data FILE.csv, or --json")
+            names = ", ".join(omitted).replace("95 % interval", "95 % interval of the mean")
+            foot.append(f"columns not shown in this width: {names}; use --data FILE.csv or --json")
         lines = [f"{head}        OPEN LOOP", f"baseline  {self.baseline}"]
-        return "\n".join([*(part for line in lines for part in wrapped(line)), *body, "",
+        return "\n".join([*(part for line in lines for part in wrapped(line)), *tables, "",
                           *(part for line in foot for part in wrapped(line))])  # fmt: skip
 
     def line_texts(self, line) -> tuple[str, ...]:
-        """The texts of one line; undefined values are dashes."""
+        """The texts of TITLES for one line; undefined values are dashes."""
         own = line.policy == self.baseline
         policy = f"({line.policy})" if line.role == "control" else line.policy
-        unit = "-" if pd.isna(line.unit) else line.unit
-        first = (line.metric, unit, line.budget, policy, heads_shown(line), str(line.traces), number(line.mean),
-                 interval(line.low, line.high))  # fmt: skip
+        first = (policy, heads_shown(line), str(line.traces), number(line.mean), interval(line.low, line.high))
         if own:
             return (*first, "baseline", *[""] * 4)
         counts = (line.wins, line.ties, line.losses)

@@ -216,7 +216,7 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
 
     from kvreplay.plot.trace_file import TraceFile
     from kvreplay.results import Run
-    from kvreplay.tables import write_csv
+    from kvreplay.tables import wrapped, write_csv
 
     source = TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run)
     drawing = drawn(arguments, source)
@@ -224,7 +224,12 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     written = [file for path in outputs for file in drawing.save(path)]
     if arguments.data:
         write_csv(drawing.data, arguments.data)
-    say_notes(arguments.kind, drawing.notes, arguments.quiet)
+    prefix = " " * len(f"kvreplay: {arguments.kind}: ")
+    notes = [
+        "\n".join(wrapped(prefix + note, "  ")).lstrip() if note.startswith("caption: ") else note
+        for note in drawing.notes
+    ]
+    say_notes(arguments.kind, notes, arguments.quiet)
     return [*written, *([arguments.data] if arguments.data else [])]
 
 

@@ -388,11 +388,11 @@ def has_choice(selection: Selection) -> bool:
 def shown_lines(compared: Comparison, metrics: set[str], verdicts: bool) -> Iterator[dict[str, Any]]:
     """The lines of these metrics, as texts from the column of heads on and as numbers; without verdicts they end after
     the interval of the mean."""
-    names, end = ((*MEANS, *VERDICTS), None) if verdicts else (MEANS, 8)
+    names, end = ((*MEANS, *VERDICTS), None) if verdicts else (MEANS, 5)
     for line, numbers in zip(compared.lines.itertuples(), records(compared.lines), strict=True):
         if line.metric in metrics:
             yield {"metric": line.metric, "budget": line.budget, "label": line.policy, "own_memory": line.own_memory,
-                   "texts": [text.strip() for text in compared.line_texts(line)[4:end]],
+                   "texts": [text.strip() for text in compared.line_texts(line)[1:end]],
                    "numbers": {name: numbers[name] for name in names}}  # fmt: skip
 
 
