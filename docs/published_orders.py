@@ -47,7 +47,7 @@ ORDERS = (
 def lines(run: Run, better: str, worse: str) -> pd.DataFrame:
     """A row a metric: `better` less `worse`, paired by trace, and the published sign of this difference."""
     label, baseline = (label_of(run, policy) for policy in (better, worse))
-    found = Comparison.of([run], baseline, [label], metrics=METRICS).lines
+    found = Comparison([run], baseline, [label], metrics=METRICS).lines
     found = found[found["policy"] == label]
     return found.assign(sign=found["better"].map({"higher": 1, "lower": -1}))
 
