@@ -30,8 +30,7 @@ Folder = Callable[..., Path]
 SLOW = """
 import sys, time
 from kvreplay.capture import recorder
-from kvreplay.capture.command import main, parser
-from kvreplay.capture.model_options import take_user_defaults
+from kvreplay.capture.command import main
 record = recorder.Recorder.__call__
 def slowly(self, call):
     record(self, call)
@@ -46,8 +45,7 @@ sys.exit(main(sys.argv[1:]))
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
-from kvreplay.capture.command import main, parser
-from kvreplay.capture.model_options import take_user_defaults
+from kvreplay.capture.command import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -239,7 +237,7 @@ def test_a_chat_template_is_required_before_weights_are_read(
 
 def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> None:
     """torch cannot be found: exit 4. The line before says that the model is being loaded."""
-    arguments = words(model_folder("llama"), tmp_path / "t.h5", "--progress", "always")
+    arguments = words(model_folder("llama"), tmp_path / "t.h5", "--progress", "auto")  # stderr is a pipe
     command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 4
@@ -248,21 +246,25 @@ def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> Non
     assert done.stderr == loading + said
 
 
-def test_defaults_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """kvreplay.yaml sets device and threads, below the command line."""
 
     def taken(*words: str) -> tuple[str | None, int | None]:
         arguments = parser().parse_args(["--model", "m", "--prompt", "a", "-o", "t.h5", *words])
-        take_user_defaults(arguments)
+        take_user_defaults("capture", arguments)
         return arguments.device, arguments.threads
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert taken() == (None, None)
+    assert taken() == (None, None) and capsys.readouterr().err == ""
     Path("kvreplay.yaml").write_text("device: cuda:1\nthreads: 3\noutput: out\n")
     assert taken() == ("cuda:1", 3)
+    said = f"kvreplay: capture: defaults from {tmp_path}/kvreplay.yaml: --device cuda:1 --threads 3\n"
+    assert capsys.readouterr().err == said
     assert taken("--device", "cpu", "--threads", "2") == ("cpu", 2)
     assert taken("--device-map", "auto") == (None, 3)
     Path("kvreplay.yaml").write_text("device: gpu\n")
-    with pytest.raises(Error, match="kvreplay.yaml: device or threads: found expected auto, cpu"):
+    with pytest.raises(Error, match="kvreplay.yaml:1: device: expected auto, cpu.* found 'gpu'"):
         taken()

@@ -22,12 +22,13 @@ from kvreplay.capture.model_options import (
     count,
     members,
     natural,
+    say_loading,
     shows_progress,
     take_user_defaults,
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, say_notes, size
+from kvreplay.program import Parser, exit_code, names, size
 from kvreplay.sweep.options import add_executor
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def parser() -> Parser:
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     add = texts.add_argument
     add("--chat", action="store_true", help="apply the chat template of the model")
-    add("-n", type=count, metavar="N", help="number of prompts to capture, from the first (default: 1)")
+    add("-n", "--count", type=count, metavar="N", help="number of prompts to capture, from the first (default: 1)")
     add(
         "--only",
         type=names,
@@ -153,7 +154,7 @@ def parser() -> Parser:
     add("--verify", action="store_true", help="check the attention output of all queries, not only of 64 per layer")
     add(
         "-o",
-        dest="output",
+        "--output",
         type=Path,
         required=True,
         metavar="FILE|DIR",
@@ -233,8 +234,8 @@ def words_of_a_task(words: Sequence[str]) -> list[str]:
     of_the_sweep = Parser(add_help=False, allow_abbrev=False)
     add_executor(of_the_sweep.add_argument, None)
     of_the_sweep.add_argument("--resume", action="store_true")
-    for option in ("-n", "-o", "--only", "--memory", "--progress", "--threads"):
-        of_the_sweep.add_argument(option)
+    for option in (("-n", "--count"), ("-o", "--output"), ("--only",), ("--memory",), ("--progress",), ("--threads",)):
+        of_the_sweep.add_argument(*option)
     return of_the_sweep.parse_known_args(words)[1]
 
 
@@ -248,13 +249,13 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 
     import kvreplay.engine  # noqa: F401 - refuses before anything is loaded where it is not built
 
-    take_user_defaults(arguments)
+    take_user_defaults("capture", arguments)
     model_choices = ModelChoices.of(arguments)
     from kvreplay.capture.prompts import Prompt, read_prompts, require_template
     from kvreplay.capture.spans import SpanRequest
 
     if arguments.prompts:
-        prompts = read_prompts(arguments.prompts, arguments.n or (None if arguments.only else 1))
+        prompts = read_prompts(arguments.prompts, arguments.count or (None if arguments.only else 1))
     else:
         prompts = [Prompt("prompt", arguments.prompt)]
     prompts = _asked(prompts, arguments.only)
@@ -262,7 +263,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from kvreplay.sweep.captures import capture_prompts
 
         return capture_prompts(arguments, words_of_a_task(words), [prompt.name for prompt in prompts])
-    several = (arguments.n or 1) > 1 or len(prompts) > 1
+    several = (arguments.count or 1) > 1 or len(prompts) > 1
     paths = _outputs(arguments.output, [prompt.name for prompt in prompts], several, arguments.force)
     try:
         continuation = arguments.continuation.read_text("utf-8") if arguments.continuation else ""
@@ -276,8 +277,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     show = shows_progress(arguments)
     allow_bars(show)
     model_choices.source.require_reachable()
-    if show:
-        say_notes("capture", [f"loading {model_choices.source.title}"])
+    say_loading("capture", model_choices.source, arguments)
     quiet_libraries(show)
 
     import torch

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvreplay.capture.source import Source
 from kvreplay.errors import Error, Refusal
+from kvreplay.program import say_notes
 
 DTYPES = ("float16", "bfloat16", "float32")
 LOADS = ("8bit", "4bit")
@@ -138,18 +139,26 @@ def add_device_options(build: argparse.ArgumentParser) -> None:
     )
 
 
-def take_user_defaults(arguments: argparse.Namespace) -> None:
-    """Sets --device and --threads to the values of the user's kvreplay.yaml, if they were not given."""
+def take_user_defaults(command: str, arguments: argparse.Namespace) -> None:
+    """Sets --device and --threads, if not given, to the values of the user's kvreplay.yaml, and prints these."""
     from kvreplay._engine import user_defaults
 
-    defaults = user_defaults()
-    try:
-        if "device" in defaults and not (arguments.device or arguments.device_map):
-            arguments.device = _device(defaults["device"])
-        if "threads" in defaults and not arguments.threads:
-            arguments.threads = count(defaults["threads"])
-    except argparse.ArgumentTypeError as problem:
-        raise Error("kvreplay.yaml", "device or threads", "", str(problem), Refusal.USAGE) from problem
+    taken, file = "", ""
+    for option, read in (("device", _device), ("threads", count)):
+        text, place = user_defaults().get(option, ("", ""))
+        if not text or getattr(arguments, option) or (option == "device" and arguments.device_map):
+            continue
+        try:
+            setattr(arguments, option, read(text))
+        except argparse.ArgumentTypeError as problem:
+            raise Error(f"{place}: {option}", str(problem), exit_code=Refusal.USAGE) from problem
+        taken, file = f"{taken} --{option} {text}", place.rpartition(":")[0]
+    say_notes(command, [f"defaults from {file}:{taken}"] if taken else [], arguments.quiet)
+
+
+def say_loading(command: str, source: Source, arguments: argparse.Namespace) -> None:
+    """Prints the name of the model, in a pipe as well: packages and weights take seconds to load."""
+    say_notes(command, [f"loading {source.title}"], arguments.progress == "never")
 
 
 def shows_progress(arguments: argparse.Namespace) -> bool:

@@ -16,11 +16,12 @@ from kvreplay.capture.model_options import (
     add_model_options,
     count,
     natural,
+    say_loading,
     shows_progress,
     take_user_defaults,
 )
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, exit_code, names, say_notes, size
+from kvreplay.program import Parser, exit_code, names, size
 from kvreplay.run_folder import require_run
 from kvreplay.run_names import check_names, chosen_labels, pick, split_policies
 
@@ -86,11 +87,10 @@ def live(arguments: argparse.Namespace) -> None:
     choices.check()
     answers = _answers(arguments.answers)
     show = shows_progress(arguments)
-    if show:
-        say_notes("live", [f"loading {choices.source.title}"])
+    say_loading("live", choices.source, arguments)
     from kvreplay.results import Run
 
-    take_user_defaults(arguments)
+    take_user_defaults("live", arguments)
     choices = ModelChoices.of(arguments)
     runs = [Run(folder) for folder in arguments.runs]
     traces = [(run, run.trace(name)) for run in runs for name in _traces(run, arguments.trace)]

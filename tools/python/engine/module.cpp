@@ -275,11 +275,11 @@ NB_MODULE(_engine, module) {
   module.def(
       "user_defaults",
       [] {
-        std::map<std::string, std::string> texts;
-        for (const auto& [option, value] : kvreplay::read_user_defaults()) texts[option] = value.text;
+        std::map<std::string, std::pair<std::string, std::string>> texts;
+        for (const auto& [option, value] : kvreplay::read_user_defaults()) texts[option] = {value.text, value.place};
         return texts;
       },
-      "The user's defaults for options: the values of kvreplay.yaml by option.");
+      "The user's defaults for options: the values of kvreplay.yaml by option, each with its place, FILE:LINE.");
   nanobind::class_<kvreplay::ListedTrace>(module, "ListedTrace", "A trace of a list of files, folders and manifests.")
       .def_prop_ro("path", [](const kvreplay::ListedTrace& listed) { return std::filesystem::path(listed.path); })
       .def("check_hash", kvreplay::check_hash, "hash"_a, "Refuses the hash of the trace if its manifest has another.");
