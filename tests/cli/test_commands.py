@@ -733,6 +733,8 @@ def test_bash_completes_names_options_and_values(tmp_path: Path) -> None:
     assert completed("kvreplay", "policies", "stream", folder=tmp_path) == ["streaming-llm"]
     assert completed("kvreplay", "synth", "need", folder=tmp_path) == ["needle"]
     assert completed("kvreplay", "replay", "--threads", "", folder=tmp_path) == []
+    assert completed("kvreplay", "capture", "--dt", folder=tmp_path) == ["--dtype"]
+    assert completed("kvreplay", "compare", "out", "--baseline", "sn", folder=tmp_path) == ["snapkv"]
     (tmp_path / "a trace.h5").touch()
     assert completed("kvreplay", "info", "a", folder=tmp_path) == ["a trace.h5"]
 

@@ -163,6 +163,13 @@ def test_the_manual_page_has_every_command_option_and_exit_code(tmp_path: Path) 
     for line in done("help", "replay", folder=tmp_path).splitlines():
         if line.strip().startswith("-"):
             assert f"\n.B {line.strip().split('  ')[0]}\n" in plain, line
+    for name in ("capture", "plot", "sweep"):  # their options are read by the build
+        section = plain.partition(f"\n.SS kvreplay {name}")[2].partition("\n.SS ")[0]
+        text = kvreplay(name, "--help", folder=tmp_path, env=WITH_PYTHON).out
+        options = re.findall(r"^  (?:-\w [^-]*, )?(--[a-z-]+)", text, re.MULTILINE)
+        assert len(options) > 10
+        for option in {*options} - {"--help", "--quiet", "--version"}:
+            assert re.search(rf"^\.B (-\w, )?{option}( |$)", section, re.MULTILINE), (name, option)
     requests = {line.split()[0] for line in page.splitlines() if line.startswith((".", "'"))}
     assert requests == {".TH", ".SH", ".SS", ".TP", ".B", ".I", ".PP", ".nf", ".fi"}
     if groff := shutil.which("groff"):

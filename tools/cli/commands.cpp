@@ -10,6 +10,7 @@
 #include "error.h"
 #include "machine.h"
 #include "nearest.h"
+#include "python_commands.h"
 
 namespace kvreplay {
 namespace {
@@ -19,19 +20,30 @@ constexpr const Command* command_table[] = {
     &replay_command,     &show_command,    &merge_command,      &diff_command,     &policies_command,
     &new_policy_command, &metrics_command, &completion_command, &help_command};
 
-constexpr Companion companion_table[] = {
-    {"capture", "captures queries, keys and values of a language model as a trace"},
-    {"compare", "compares policies with a baseline over many traces: paired differences, intervals, tests"},
-    {"example", "writes an example trace: 10 MB of a small language model, with a needle and a question"},
-    {"export", "writes the numbers of a run as Parquet, Arrow or CSV, or its kept sets as HDF5"},
-    {"live", "applies the kept sets of a replay in the live model and measures its predictions and answers"},
-    {"python", "runs any command with policies written in Python: -p FILE.py:NAME"},
-    {"plot", "draws figures of a run: heatmaps, curves, kept positions"},
-    {"predict", "correlates the ranking of policies by offline metrics with that of the live model"},
-    {"regret", "splits the gap to the best kept set into scores, chunks, heads and layers"},
-    {"report", "writes one offline HTML page of a run: table, curves, kept tokens"},
-    {"sweep", "runs a replay as tasks on many workers: local processes, Dask or Slurm"},
-    {"tune", "fits parameters or layer budgets on some traces and reports them on held-out traces"},
+constexpr Command companion_table[] = {
+    {"capture", "captures queries, keys and values of a language model as a trace", capture_operands, capture_options,
+     nullptr, nullptr, capture_examples},
+    {"compare", "compares policies with a baseline over many traces: paired differences, intervals, tests",
+     compare_operands, compare_options, nullptr, nullptr, compare_examples},
+    {"example", "writes an example trace: 10 MB of a small language model, with a needle and a question",
+     example_operands, example_options, nullptr, nullptr, example_examples},
+    {"export", "writes the numbers of a run as Parquet, Arrow or CSV, or its kept sets as HDF5", export_operands,
+     export_options, nullptr, nullptr, export_examples},
+    {"live", "applies the kept sets of a replay in the live model and measures its predictions and answers",
+     live_operands, live_options, nullptr, nullptr, live_examples},
+    {"python", "runs any command with policies written in Python: -p FILE.py:NAME", "COMMAND...", {}, nullptr},
+    {"plot", "draws figures of a run: heatmaps, curves, kept positions", plot_operands, plot_options, nullptr, nullptr,
+     plot_examples},
+    {"predict", "correlates the ranking of policies by offline metrics with that of the live model", predict_operands,
+     predict_options, nullptr, nullptr, predict_examples},
+    {"regret", "splits the gap to the best kept set into scores, chunks, heads and layers", regret_operands,
+     regret_options, nullptr, nullptr, regret_examples},
+    {"report", "writes one offline HTML page of a run: table, curves, kept tokens", report_operands, report_options,
+     nullptr, nullptr, report_examples},
+    {"sweep", "runs a replay as tasks on many workers: local processes, Dask or Slurm", sweep_operands, sweep_options,
+     nullptr, nullptr, sweep_examples},
+    {"tune", "fits parameters or layer budgets on some traces and reports them on held-out traces", tune_operands,
+     tune_options, nullptr, nullptr, tune_examples},
 };
 
 }  // namespace
@@ -44,7 +56,7 @@ const Command* find_command(std::string_view name) {
   return nullptr;
 }
 
-std::span<const Companion> companions() { return companion_table; }
+std::span<const Command> companions() { return companion_table; }
 
 std::optional<std::filesystem::path> find_companion(std::string_view name) {
   if (name.empty() || name.find('/') != std::string_view::npos) return std::nullopt;
@@ -61,14 +73,14 @@ std::optional<std::filesystem::path> find_companion(std::string_view name) {
 }
 
 void run_companion(const std::string& name, const std::vector<std::string>& arguments) {
-  const auto known = std::ranges::find(companion_table, name, &Companion::name);
+  const auto known = std::ranges::find(companion_table, name, &Command::name);
   const std::optional<std::filesystem::path> program = find_companion(name);
   if (!program && known != std::end(companion_table))
     throw Error{Refusal::capability, name, "kvreplay-" + name + " is not installed", how_to_install_companions};
   if (!program) {
     std::vector<std::string> names;
     for (const Command* command : commands()) names.emplace_back(command->name);
-    for (const Companion& companion : companion_table) names.emplace_back(companion.name);
+    for (const Command& companion : companion_table) names.emplace_back(companion.name);
     throw Error{Refusal::usage, name, "unknown command", nearest(name, names), name};
   }
   std::vector<std::string> words{program->string()};

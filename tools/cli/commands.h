@@ -45,16 +45,12 @@ void print_manual();
 /// Exit codes and their meanings.
 std::span<const std::pair<const char*, const char*>> exit_codes();
 
-/// A program kvreplay-NAME that runs as if it were a command, such as the Python tools, whether or not it is installed.
-struct Companion {
-  const char* name;
-  const char* summary;
-};
-
 inline constexpr const char* how_to_install_companions =
     "tools/setup build python, run in kvreplay's source folder, and .venv/bin on PATH";
 
-std::span<const Companion> companions();
+/// Programs kvreplay-NAME that run as if they were commands: the commands in Python, whether or not they are installed.
+/// Their `run` is null.
+std::span<const Command> companions();
 
 /// kvreplay-NAME beside this program, or on PATH.
 std::optional<std::filesystem::path> find_companion(std::string_view name);

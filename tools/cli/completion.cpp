@@ -27,7 +27,7 @@ using Words = std::vector<std::pair<std::string, std::string>>;
 Words command_names() {
   Words names;
   for (const Command* command : commands()) names.emplace_back(command->name, command->summary);
-  for (const Companion& companion : companions()) names.emplace_back(companion.name, companion.summary);
+  for (const Command& companion : companions()) names.emplace_back(companion.name, companion.summary);
   return names;
 }
 
@@ -39,7 +39,7 @@ Words words_for(std::string_view value) {
   std::vector<std::string> names = words_of(value);
   if (mentions("POLICY")) names = policies().names();
   if (mentions("METRIC")) names = metrics().names();
-  if (mentions("KIND"))
+  if (value == "KIND")
     for (const SynthKind& kind : synth_kinds()) names.push_back(kind.name);
   Words words;
   for (const std::string& name : names) words.emplace_back(name, "");
@@ -115,7 +115,9 @@ void print_candidates(std::span<const std::string> words) {
   const std::string& typed = words.back();
   if (words.size() == 1) return print_words(command_names(), typed, false);
   const Command* command = find_command(words.front());
-  if (command == nullptr) return;
+  const auto companion = std::ranges::find(companions(), words.front(), &Command::name);
+  if (command == nullptr && companion == companions().end()) return;
+  if (command == nullptr) command = &*companion;
   const std::string& before = words[words.size() - 2];
   Words flags;
   for (const Option& option : all_options(*command)) {

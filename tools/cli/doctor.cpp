@@ -36,7 +36,7 @@ std::vector<Fact> backend_facts() {
 
 std::vector<Fact> companion_facts() {
   std::vector<Fact> facts;
-  for (const Companion& companion : companions()) {
+  for (const Command& companion : companions()) {
     const auto program = find_companion(companion.name);
     const std::string text = program ? program->string() : std::string("not installed: ") + how_to_install_companions;
     facts.push_back(

@@ -75,7 +75,7 @@ void print_overview() {
   fmt::print("\n  kvreplay COMMAND ...\n\n");
   std::vector<TableRow> rows;
   for (const Command* command : commands()) rows.push_back({command->name, command->summary});
-  for (const Companion& companion : companions())
+  for (const Command& companion : companions())
     rows.push_back({companion.name,
                     fmt::format("{}{}", companion.summary, find_companion(companion.name) ? "" : "  (not installed)")});
   print_columns(rows, 2);

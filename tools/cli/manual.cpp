@@ -47,9 +47,7 @@ void print_manual() {
   print_section("COMMANDS");
   for (const Command* command : commands()) print_command(*command);
   print_section("COMMANDS IN PYTHON");
-  for (const Companion& companion : companions())
-    print_entry(companion.name,
-                fmt::format("{}; kvreplay {} --help prints its options", companion.summary, companion.name));
+  for (const Command& companion : companions()) print_command(companion);
   print_section("EXIT STATUS");
   for (const auto& [code, meaning] : exit_codes()) print_entry(code, meaning);
   print_section("FILES");

@@ -7,9 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import h5py
-import numpy as np
-
 from kvreplay.export import replacing
 from kvreplay.program import Parser, exit_code, writing
 
@@ -20,6 +17,9 @@ STEP = 3  # every third layer: at most 10 MB
 
 def cut(whole: Path | str, path: Path | str) -> None:
     """Writes every third layer of a trace of SHIPPED's fields as a trace. Numbers keep their types and bits."""
+    import h5py
+    import numpy as np
+
     # PAGE of kvreplay.trace: aligned tensors can be mapped.
     with h5py.File(whole) as source, h5py.File(
         path, "w", libver=("v108", "v110"), alignment_threshold=4096, alignment_interval=4096

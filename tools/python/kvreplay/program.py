@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         self, *, allow_abbrev: bool = False, examples: Sequence[str] = (), writes_files: bool = False, **options: Any
     ) -> None:
         super().__init__(allow_abbrev=allow_abbrev, **options)
-        self._examples = examples
+        self.examples = examples
         self._writes_files = writes_files
         self._optionals.title = "other options"
         self.add_argument("-q", "--quiet", action="store_true", help=QUIET)
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
                           help="print the version")  # fmt: skip
 
     def format_help(self) -> str:
-        examples = "".join(f"  {example}\n" for example in self._examples)
+        examples = "".join(f"  {example}\n" for example in self.examples)
         return super().format_help() + (f"\nexamples:\n{examples}" if examples else "")
 
     @property
