@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -67,6 +68,22 @@ Json list(const Items& items, Convert convert) {
   Json result = Json::array();
   for (const auto& item : items) result.push_back(convert(item));
   return result;
+}
+
+/// Of this call, and of other traces that an earlier call replayed into the same folder.
+Json inputs_json(const RunRequest& request, const RunSummary& summary) {
+  Json inputs = list(summary.traces, input_json);
+  if (request.output.empty()) return inputs;
+  try {
+    const Json earlier = read_run_json(request.output / "run.json");
+    for (const Json& input : earlier.at("inputs")) {
+      const auto name = input.at("trace").get<std::string>();
+      if (std::ranges::find(summary.traces, name, &TraceRecord::name) == summary.traces.end()) inputs.push_back(input);
+    }
+  } catch (const Error&) {            // no earlier call, or one of another schema
+  } catch (const Json::exception&) {  // a damaged file is replaced
+  }
+  return inputs;
 }
 
 }  // namespace
@@ -149,7 +166,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"host", host_name()},
       {"build", request.build},
       {"backend", {{"name", request.backend}, {"description", backend}}},
-      {"inputs", list(summary.traces, input_json)},
+      {"inputs", inputs_json(request, summary)},
       {"policies", list(request.policies, policy_json)},
       {"metrics", metrics_json()},
       {"options",

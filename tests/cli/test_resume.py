@@ -33,6 +33,16 @@ def test_a_second_run_computes_nothing(traces: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/results.csv").read_bytes() == results
 
 
+def test_the_record_names_the_inputs_of_earlier_calls(tmp_path: Path) -> None:
+    for name in ("first", "second", "first"):
+        synth = ("synth", "gaussian", "-o", f"{name}.h5", "--prompt", "24", "--continuation", "2", "--force")
+        kvreplay(*synth, folder=tmp_path)
+        kvreplay("replay", f"{name}.h5", "-p", "local", "-b", "8", "-o", "run", folder=tmp_path)
+    inputs = json.loads((tmp_path / "run/run.json").read_text())["inputs"]
+    assert [(one["trace"], one["path"]) for one in inputs] == [("first", "first.h5"), ("second", "second.h5")]
+    assert inputs[0]["prompt_hash"] == inputs[1]["prompt_hash"] != ""
+
+
 def test_force_computes_again(traces: Path, tmp_path: Path) -> None:
     words = ["replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "-o", "out"]
     done(*words, folder=tmp_path)

@@ -28,7 +28,9 @@ from reference_selection import Policy, Verdict
 from write_trace import Content, write_trace
 
 # Policies without a reference for any schedule, each with the reason.
-NOT_COVERED = {"native": "reads what the trace's model selected, which random traces do not have; see test_version_2.py"}
+NOT_COVERED = {
+    "native": "reads what the trace's model selected, which random traces do not have; see test_version_2.py"
+}
 
 ALL_POLICIES = sorted({"full", *POLICIES, *WITHOUT_BUDGET})
 ALL_SCHEDULES = {"once", "online", "rolling", *SCHEDULES}
