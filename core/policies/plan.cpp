@@ -83,6 +83,15 @@ bool Sharing::is_source(int layer, int layers) const {
   return false;
 }
 
+Requirements Sharing::required() const {
+  if (!pools()) return {};
+  return {{Property::has_score, "share=pooled needs a score", "a score, as in score=window"},
+          {Property::reads_scores, "share=pooled needs a selector that reads scores", "select=top-k or select=chunks"},
+          {Property::decided_once, "scores of all layers are known only after the whole prompt", once_remedy},
+          {Property::uniform, "one set for all layers has one number of tokens", "allocate=uniform"},
+          {Property::not_nested, "one set for all layers", "a policy whose layers are not nested"}};
+}
+
 Needs needs_of(const Plan& plan) {
   Needs needs = plan.score.needs;
   const Needs of_store = plan.store->needs;
@@ -133,9 +142,9 @@ std::string why_no_twin(const Plan& plan) {
 void check_plan(const std::string& who, const Plan& plan) {
   // The plan of the policy whose sets it takes was checked, and takes no other part.
   if (plan.allocate->changes_sets()) return;
-  for (const Requirements& of_part :
-       {required_by_choice(plan), plan.allocate->required, plan.score.required(), plan.select.required(),
-        required_by(plan.nesting), required_at_end(plan), plan.schedule->required(), plan.store->required})
+  for (const Requirements& of_part : {required_by_choice(plan), plan.allocate->required, plan.score.required(),
+                                      plan.select.required(), plan.share.required(), required_by(plan.nesting),
+                                      required_at_end(plan), plan.schedule->required(), plan.store->required})
     require(who, plan, of_part);
 }
 

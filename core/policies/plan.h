@@ -95,12 +95,16 @@ struct Selector {
 /// Which layers use another one's set.
 struct Sharing {
   std::function<int(int layer, int layers)> source_of = {};  // empty: each layer has its own
+  /// One matrix from the scores of all layers, by which the source selects; empty: it selects by its own.
+  std::function<Matrix(LayerScores)> pool = {};
 
   bool shares() const { return static_cast<bool>(source_of); }
+  bool pools() const { return static_cast<bool>(pool); }
   /// The treated layer whose set layer l of L uses, row by row.
   int source(int layer, int layers) const { return shares() ? source_of(layer, layers) : layer; }
   /// Whether some layer uses this one's set.
   bool is_source(int layer, int layers) const;
+  Requirements required() const;
 };
 
 /// Whether a layer's tokens compete within the previous layer's set.

@@ -141,7 +141,7 @@ class CellSums {
   void add_ranking(const Cell& cell) {
     std::size_t ranked = 0;
     for (const auto& [first, count, plan] : cell.policy.plans(static_cast<int>(layers))) {
-      if (plan.allocate->from != CountsFrom::all_layers) continue;
+      if (plan.allocate->from != CountsFrom::all_layers && !plan.share.pools()) continue;
       const std::size_t scores =
           static_cast<std::size_t>(rows_of(plan.grouping.heads, largest.query_heads, largest.kv_heads)) * positions;
       ranked += scores * static_cast<std::size_t>(count);

@@ -101,6 +101,7 @@ bool Eviction::score(Job& job, const LayerView& view) {
     return false;
   }
   if (!range.is_source(view.layer())) {
+    if (range.plan.share.pools()) job.scores[l] = scores_of_prompt(job, range, view);
     if (const int source = range.source_of(view.layer()); source < view.layer())
       job.selections[l] = job.selections[static_cast<std::size_t>(source)];
     return false;
@@ -114,6 +115,7 @@ bool Eviction::score(Job& job, const LayerView& view) {
   } else {
     job.selections[l] = empty_selection(view, range.plan.grouping.heads);
     job.scores[l] = scores_of_prompt(job, range, view);
+    if (range.plan.share.pools()) pool_scores(job, range);
     return !counts_come_later(job, range);
   }
   return false;
@@ -150,6 +152,17 @@ SharedScores Eviction::scores_of_prompt(Job& job, const PlannedRange& range, con
   }
   report_scores(job, view, *scores);
   return scores;
+}
+
+/// In the place of the last layer's scores those that combine all layers'.
+void Eviction::pool_scores(Job& job, const PlannedRange& range) {
+  const std::span<SharedScores> of_range =
+      std::span(job.scores).subspan(static_cast<std::size_t>(range.first), static_cast<std::size_t>(range.count));
+  std::vector<const Matrix*> scores;
+  for (const SharedScores& of_layer : of_range) scores.push_back(of_layer.get());
+  SharedScores pooled = std::make_shared<const Matrix>(range.plan.share.pool(scores));
+  std::ranges::fill(of_range, nullptr);
+  of_range.back() = std::move(pooled);
 }
 
 /// Counts of the policy whose counts the job takes.

@@ -26,6 +26,7 @@ class Eviction {
   Matrix scored(Job& job, const PlannedRange& range, const LayerView& view) const;
   void report_scores(const Job& job, const LayerView& view, const Matrix& scores) const;
   SharedScores scores_of_prompt(Job& job, const PlannedRange& range, const LayerView& view);
+  static void pool_scores(Job& job, const PlannedRange& range);
   std::vector<int> counted(const Job& job, int layer) const;
   std::vector<int> counts(const Job& job, const PlannedRange& range, int layer, const SharedScores& scores,
                           int rows) const;
