@@ -282,7 +282,7 @@ RULES = {
 
 # -------------------------------------------------------------------------------------------------------------- rounds
 
-SCHEDULES = ("every", "threshold", "question-blocks")
+SCHEDULES = ("every", "threshold", "generated", "question-blocks")
 
 
 def spared(case: Case) -> int:
@@ -297,6 +297,11 @@ def rounds(case: Case) -> Iterator[tuple[int, int, int]]:
         keep = threshold_sizes(case)[1]
         yield from ((t, keep, keep) for t in compressions(case))
         return
+    if name == "generated":
+        keep, interval = map(int, arguments)
+        ends = range(case.trace.prompt + interval, case.trace.tokens + 1, interval)
+        yield from ((end - 1, keep, case.trace.prompt + keep) for end in ends)
+        return
     size, context = int(arguments[0]), case.trace.prompt - spared(case)
     for end in [*range(size, context, size), context]:
         if name == "question-blocks":
@@ -310,6 +315,10 @@ def rounds(case: Case) -> Iterator[tuple[int, int, int]]:
 def in_rounds(case: Case, name: str) -> Selection:
     """What a policy keeps under a schedule that evicts in rounds."""
     trace, rule = case.trace, RULES[name]
+    whole = trace.prompt if case.parameters["schedule"].startswith("generated") else 0  # kept at every eviction
+    first, last = rule.protected(case, trace.prompt)
+    first = min(first, trace.prompt)
+    protected = np.union1d(np.arange(first), np.arange(max(first, trace.prompt - last), trace.prompt))
     seen_by = np.arange(trace.query_heads) * case.row_count // trace.query_heads
     layers, decisions = [], []
     for index, layer in enumerate(trace.treated):
@@ -323,6 +332,7 @@ def in_rounds(case: Case, name: str) -> Selection:
             since = t + 1
             positions = np.array([residents.at(row, t) for row in range(case.row_count)])
             first, last = rule.protected(case, budget)
+            first = whole or first
             sinks = min(int((positions[0] < first).sum()), keep)
             recent = min(last, keep - sinks)
             if t < trace.prompt:

@@ -106,13 +106,13 @@ class Setting:
 LONG = Setting(
     "long",
     "60",
-    {"every": "(16)", "threshold": "(80,60)", "question-blocks": "(16)"},
+    {"every": "(16)", "threshold": "(80,60)", "generated": "(6,4)", "question-blocks": "(16)"},
     {"head-kv": "table={folder}/long.npy", "random-twin": "of=(h2o)"},
 )
 SHORT = Setting(
     "short",
     "19",
-    {"every": "(7)", "threshold": "(23,14)", "question-blocks": "(4)"},
+    {"every": "(7)", "threshold": "(23,14)", "generated": "(3,2)", "question-blocks": "(4)"},
     {
         "random": "seed=3,sinks=1,window=2",
         "random-twin": "of=(snapkv:window=3,kernel=3,heads=query,sinks=2),seed=3",

@@ -43,11 +43,12 @@ class RepeatedLayer {
 
 }  // namespace
 
-HeldTokens::HeldTokens(const ScheduledLayer& layer)
+HeldTokens::HeldTokens(const ScheduledLayer& layer, int whole)
     : view_(layer.view),
       plan_(layer.plan),
       who_(layer.policy),
       place_(plan_.store->moves_tokens ? Positions::cache : Positions::original),
+      whole_(whole),
       tokens_(view_.tensors().k.tokens),
       selection_(empty_selection(view_, plan_.grouping.heads)),
       held_(static_cast<std::size_t>(selection_.set.rows())) {
@@ -68,8 +69,9 @@ void HeldTokens::append_and_cut(int end, int keep, int budget, bool by_relevance
   seen_ = end;
   const bool cuts = keep < held() || by_relevance;
   Protection protect = plan_.protect;
-  protect.sinks = std::min(resident_sinks(held_.front(), protect.sinks), keep);
+  protect.sinks = whole_ > 0 ? 0 : std::min(resident_sinks(held_.front(), protect.sinks), keep);
   Protection::Clamped by_rule = protect.within(budget, view_.prompt(), view_.question());
+  by_rule.sinks = std::max(by_rule.sinks, whole_);
   by_rule.recent = recent_ = std::min(by_rule.recent, keep - by_rule.sinks);
   if (!cuts && !plan_.score.accumulates) return;
 

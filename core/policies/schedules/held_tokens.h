@@ -15,15 +15,16 @@ namespace kvreplay {
 /// Resident tokens of each row, with the attention that they have received.
 class HeldTokens {
  public:
-  explicit HeldTokens(const ScheduledLayer& layer);
+  /// The first `whole` tokens are kept at every eviction, and a policy's sinks are among them.
+  explicit HeldTokens(const ScheduledLayer& layer, int whole = 0);
 
   int tokens() const { return tokens_; }
   /// Number of resident tokens of a row, the same for all rows.
   int held() const { return static_cast<int>(held_.front().size()); }
 
   /// Adds the tokens [seen, end), then evicts down to `keep`. Sinks and recent tokens are protected within `budget`
-  /// and `keep`: a sink that was evicted at a smaller budget is no longer protected; recent tokens may take its
-  /// slot. With `by_relevance` the kept tokens are in the order of their scores.
+  /// and `keep`, which counts the whole tokens: a sink that was evicted at a smaller budget is no longer protected;
+  /// recent tokens may take its slot. With `by_relevance` the kept tokens are in the order of their scores.
   void append_and_cut(int end, int keep, int budget, bool by_relevance = false);
 
   /// Adds the remaining tokens without eviction.
@@ -42,6 +43,7 @@ class HeldTokens {
   const Plan& plan_;
   std::string who_;
   Positions place_;
+  int whole_;
   int tokens_;
   int seen_ = 0;
   LayerSelection selection_;

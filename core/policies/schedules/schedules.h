@@ -15,6 +15,10 @@ SchedulePtr after_every(int interval);
 /// Ignores the budget.
 SchedulePtr threshold(Amount peak, Amount keep);
 
+/// Keeps the prompt, and evicts down to `keep` of the tokens after it after every `interval` of them. Ignores the
+/// budget.
+SchedulePtr after_generated(int keep, int interval);
+
 /// Sinks and a moving recent window: query t sees the sinks and the last B - sinks tokens, itself included.
 SchedulePtr rolling();
 
