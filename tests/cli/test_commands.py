@@ -627,6 +627,22 @@ def test_pages_are_kept_whole_and_for_the_layer(traces: Path, tmp_path: Path) ->
     assert (again["id"], again["state"]) == (found["id"], "skipped"), "nothing but these parts"
 
 
+def test_an_engine_gives_every_policy_its_rules(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "long.h5", "-b", "200", "-o", "run", "--json"]
+    [found, *_] = json.loads(done(*words, "-p", "knorm", "--engine", "vllm", folder=tmp_path))["cells"]
+    parts = "select=chunks,chunk=16,window_mode=whole"
+    same = f"knorm:{parts},protect=(sinks=32,recent=128)"
+    [again, *_] = json.loads(done(*words, "-p", same, folder=tmp_path))["cells"]
+    assert (again["id"], again["state"]) == (found["id"], "skipped"), "nothing but these parts"
+    for option in (["--structure", "page=16"], ["--protect", "sinks=4"]):
+        answer = kvreplay(*words, "-p", "knorm", "--engine", "vllm", *option, folder=tmp_path)
+        assert answer.code == 2
+        assert answer.err == (
+            "kvreplay: --engine: sets pages and protected tokens: expected either --engine or these options, "
+            f"found {option[0]}\n"
+        )
+
+
 def test_policies_are_read_from_a_file(traces: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "- snapkv:window=2,kernel=3\n"

@@ -10,6 +10,7 @@
 
 #include "policies/schedules/blocks.h"
 #include "policies/text/configured.h"
+#include "policies/text/engine_rules.h"
 #include "policies/text/policy_file.h"
 #include "policies/text/policy_source.h"
 #include "policies/text/structure.h"
@@ -428,6 +429,20 @@ TEST(Structure, RefusesWhatHasNoPages) {
   EXPECT_EQ(refusal("pages=16", "h2o"), "--structure: unknown parameter: expected one of page, heads, found pages");
   EXPECT_EQ(refusal("16", "h2o"), "--structure: not an assignment: expected page=16,heads=layer, found 16");
   EXPECT_EQ(refusal("page=16,page=8", "h2o"), "--structure: given more than once: expected one value, found page");
+}
+
+TEST(EngineRules, AreMadeOfParts) {
+  const auto around = [](const char* engine, const char* policy) { return EngineRules::named(engine).around(policy); };
+  EXPECT_EQ(around("vllm", "h2o"), "h2o:select=chunks,chunk=16,window_mode=whole,heads=kv");
+  EXPECT_EQ(around("openvino", "snapkv:window=4"),
+            "snapkv:window=4,select=chunks,chunk=32,window_mode=whole,heads=layer");
+  EXPECT_EQ(around("sglang", "knorm"), "knorm:select=chunks,chunk=16,window_mode=whole,heads=layer,share=pooled");
+  EXPECT_EQ(around("trtllm", "knorm"), "knorm:schedule=generated");
+  EXPECT_EQ(around("trtllm", "snapkv:window=4"), "snapkv:window=4,schedule=generated");
+  EXPECT_EQ(EngineRules::named("vllm").protect.text(), "sinks=32,recent=128");
+  EXPECT_EQ(refusal_of([&] { around("mlx", "h2o"); }),
+            "--engine: no such engine: expected openvino, sglang, trtllm or vllm, found mlx");
+  EXPECT_TRUE(refusal_of([&] { around("trtllm", "h2o:schedule=every"); }).starts_with("h2o: given more than once"));
 }
 
 Plan plan_of(const std::string& policy) { return ConfiguredPolicy::parse(policy).plans(2).front().plan; }

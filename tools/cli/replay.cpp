@@ -23,6 +23,7 @@
 #include "interruption.h"
 #include "machine.h"
 #include "output.h"
+#include "policies/text/engine_rules.h"
 #include "policies/text/plugin.h"
 #include "policies/text/policy_source.h"
 #include "policies/text/structure.h"
@@ -59,6 +60,9 @@ constexpr Option options[] = {
     {"protect", 0, "sinks=N,recent=N|FRACTION", "",
      "protected tokens of every policy, in place of its default: attention sinks and recent window, in tokens or as a "
      "fraction of the budget; an omitted one is 0"},
+    {"engine", 0, "openvino|sglang|trtllm|vllm", "",
+     "pages, protected tokens and schedule of an inference engine for every policy, in place of --structure and "
+     "--protect"},
     {"controls", 0, "none|random|twins", "random",
      "reference policies at the same budgets; random: full, random, oracle; twins: also the random twin of each policy "
      "with "
@@ -219,11 +223,21 @@ Prepared requested(const Arguments& arguments) {
   std::optional<ProtectedTokens> protect;
   for (const GivenValue& value : arguments.values("protect"))
     protect = at_place(value, [&] { return ProtectedTokens::parse("--protect", value.text); });
+  const EngineRules* engine = nullptr;
+  for (const GivenValue& value : arguments.values("engine")) {
+    engine = at_place(value, [&] { return &EngineRules::named(value.text); });
+    if (structure || protect)
+      throw Error{Refusal::usage, value.where, "sets pages and protected tokens", "either --engine or these options",
+                  structure ? "--structure" : "--protect"};
+    protect = engine->protect;
+  }
+  const auto around = [&](const std::string& policy) {
+    return engine != nullptr ? engine->around(policy) : structure ? structure->around(policy) : policy;
+  };
   std::vector<ConfiguredPolicy> policies;
   for (const GivenValue& policy : policy_texts(arguments))
     policies.push_back(at_place(policy, [&] {
-      ConfiguredPolicy configured =
-          ConfiguredPolicy::parse(structure ? structure->around(policy.text) : policy.text, request.seed);
+      ConfiguredPolicy configured = ConfiguredPolicy::parse(around(policy.text), request.seed);
       if (protect) configured.replace_protected(*protect);
       return configured;
     }));
