@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -15,6 +16,9 @@
 #include "error.h"
 
 namespace kvreplay {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(OtherState, kind, layers, bytes)
+
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "traces are mapped as they are: little-endian machines only");
@@ -39,6 +43,7 @@ const std::pair<std::string_view, Member> members[] = {
     {"/model@logit_softcap", &TraceHeader::logit_softcap},
     {"/model@source_hash", &TraceHeader::source_hash},
     {"/model@quantisation", &TraceHeader::quantisation},
+    {"/model@other_state", &TraceHeader::other_state},
     {"/model@value_dim", &TraceHeader::value_dim},
     {"/model@visible_block", &TraceHeader::visible_block},
     {"/model@value_is_key", &TraceHeader::value_is_key},
@@ -172,6 +177,11 @@ std::int64_t version_of(const TraceHeader& header) {
     for (const SchemaEntry& entry : *entries)
       if (!entry.per_layer() && entry.since > version && header_value(header, entry)) version = entry.since;
   return version;
+}
+
+std::vector<OtherState> other_states(const TraceHeader& header) {
+  if (header.other_state.empty()) return {};
+  return nlohmann::json::parse(header.other_state).get<std::vector<OtherState>>();
 }
 
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry) {
@@ -335,6 +345,26 @@ void Rules::check_value(const std::string& object, const SchemaEntry& entry, con
   }
 }
 
+void Rules::check_units(const std::string& object, const TraceHeader& header, const std::vector<std::int32_t>& units,
+                        const std::vector<std::int32_t>& positions) const {
+  const auto refuse = [&](const std::string& what, const std::string& expected, const std::string& found) {
+    throw Error{Refusal::input, where(object), what, expected, found};
+  };
+  if (!header.kv_source.empty()) refuse("beside /model/kv_source", "one of the two", "both");
+  const int block = header.visible_block;
+  if (block == 0) refuse("units of unknown size", "/model@visible_block", "none");
+  const auto queries = static_cast<std::size_t>(size("Tq")), most = static_cast<std::size_t>(size("u"));
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const std::int32_t unit = units[i], before = i % most == 0 ? -1 : units[i - 1];
+    const std::size_t query = i / most % queries;
+    const int position = positions.empty() ? static_cast<int>(query) : positions[query];
+    const bool follows = unit < 0 ? i % most > 0 : (i % most == 0 || before >= 0) && unit > before;
+    if (!follows || unit > position / block)
+      refuse("units of a query", fmt::format("at least one, ascending, at most {}, then -1", position / block),
+             fmt::format("{} after {} for query {}", unit, before, position));
+  }
+}
+
 void Rules::note_shapes_of_layers(const TraceHeader& header, const Note& note) const {
   const auto note_largest = [&](const char* object, const std::vector<std::int32_t>& of_layers, std::size_t column,
                                 std::size_t columns, int stated, const char* attribute) {
@@ -437,6 +467,12 @@ std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
     note("/model@value_dim", "beside /model@value_is_key", "one of the two", fmt::format("{}", header.value_dim));
   note_shapes_of_layers(header, note);
   note_sources(header, note);
+  try {
+    other_states(header);
+  } catch (const nlohmann::json::exception&) {
+    note("/model@other_state", "value", "a JSON list of objects with kind, layers and bytes",
+         fmt::format("\"{}\"", header.other_state));
+  }
 
   std::int64_t characters = 0;
   first_invalid_byte(header.text, characters);

@@ -27,6 +27,9 @@ bool has_group(const TraceHeader& header, std::string_view group);
 /// The lowest version of the format that has every object of `header`.
 std::int64_t version_of(const TraceHeader& header);
 
+/// Throws nlohmann::json::exception where the text of a file is something else.
+std::vector<OtherState> other_states(const TraceHeader& header);
+
 /// What the object's value is in `header`; none: an optional object that is left out.
 std::optional<Value> header_value(const TraceHeader& header, const SchemaEntry& entry);
 
@@ -63,6 +66,9 @@ class Rules {
   void check_shape(const std::string& object, const SchemaEntry& entry, const std::vector<std::uint64_t>& found);
   /// Binds the dimension that the value is, if it is one.
   void check_value(const std::string& object, const SchemaEntry& entry, const Value& value);
+  /// The units of /layers/{layer}/visible, whose shape was checked; `positions`: of the stored queries, empty: all.
+  void check_units(const std::string& object, const TraceHeader& header, const std::vector<std::int32_t>& units,
+                   const std::vector<std::int32_t>& positions) const;
   /// Which rules between objects are broken, once all have been seen. Objects whose own value broke a rule are left out
   /// of `header`, and their dimensions unbound.
   std::vector<Error> broken_relations(const TraceHeader& header) const;

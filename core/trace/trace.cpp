@@ -362,24 +362,10 @@ class Reader {
     const std::string object = object_in_layer(entry, l);
     const auto dataset = find_dataset(group, entry, object, l);
     if (!dataset) return;
-    if (!contents_.header.kv_source.empty()) refuse(object, "beside /model/kv_source", "one of the two", "both");
-    const int block = contents_.header.visible_block;
-    if (block == 0) refuse(object, "units of unknown size", "/model@visible_block", "none");
     const Value value = read_value(*dataset, entry, object);
     rules_.check_value(object, entry, value);
-    const auto& units = std::get<std::vector<std::int32_t>>(value);
-    const auto queries = static_cast<std::size_t>(rules_.size("Tq")), most = static_cast<std::size_t>(rules_.size("u"));
-    for (std::size_t i = 0; i < units.size(); ++i) {
-      const std::int32_t unit = units[i], before = i % most == 0 ? -1 : units[i - 1];
-      const std::size_t query = i / most % queries;
-      const int position = layer.query_positions.empty() ? static_cast<int>(query) : layer.query_positions[query];
-      const bool follows = unit < 0 ? i % most > 0 : (i % most == 0 || before >= 0) && unit > before;
-      if (!follows || unit > position / block)
-        refuse(object, "units of a query",
-               fmt::format("at least one, ascending, at most {}, then -1", position / block),
-               fmt::format("{} after {} for query {}", unit, before, position));
-    }
-    layer.visible = units;
+    layer.visible = std::get<std::vector<std::int32_t>>(value);
+    rules_.check_units(object, contents_.header, layer.visible, layer.query_positions);
   }
 
   std::optional<TensorPlace> find_tensor(const hdf5::Group& group, const SchemaEntry& entry, int l) {
@@ -455,6 +441,14 @@ std::vector<LayerPlaces> places_in_memory(const std::string& file, const TraceHe
       rules.check_value(object_in_layer(entry, number), entry, layer.query_positions);
     }
     places.query_positions = std::move(layer.query_positions);
+    if (!layer.visible.empty()) {
+      const SchemaEntry& entry = schema().entry("/layers/{layer}/visible");
+      const std::string object = object_in_layer(entry, number);
+      rules.check_shape(object, entry, layer.visible_shape);
+      rules.check_value(object, entry, layer.visible);
+      rules.check_units(object, header, layer.visible, places.query_positions);
+      places.visible = std::move(layer.visible);
+    }
     const auto add = [&](const char* name, TensorInMemory& tensor) {
       const SchemaEntry& entry = schema().entry(std::string("/layers/{layer}/") + name);
       const std::string object = object_in_layer(entry, number);
@@ -784,7 +778,8 @@ std::vector<StoredTensor> Trace::tensors(int l) const {
   const LayerPlaces& places = state_->places(l);
   for (std::size_t t = 0; t < places.tensors.size(); ++t) {
     const TensorPlace& place = places.tensors[t];
-    StoredTensor& tensor = all.emplace_back(StoredTensor{place.path, state_->view(l, t), {}, place.xxh3});
+    StoredTensor& tensor =
+        all.emplace_back(StoredTensor{place.path, state_->view(l, t), {}, place.xxh3, !place.memory && !place.offset});
     for (const std::uint64_t size : place.shape) tensor.shape.push_back(static_cast<int>(size));
   }
   return all;

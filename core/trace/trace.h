@@ -42,6 +42,13 @@ struct LayerShape {
   friend bool operator==(const LayerShape&, const LayerShape&) = default;
 };
 
+/// State of a hybrid model beside keys and values, in some of its layers.
+struct OtherState {
+  std::string kind;                  // of layer, as the model's configuration names it
+  std::vector<std::int32_t> layers;  // the model's own numbers
+  std::int64_t bytes = 0;            // of each layer, for one sequence of any length
+};
+
 /// Everything in a trace but the tensors.
 struct TraceHeader {
   std::string producer, created;
@@ -57,6 +64,7 @@ struct TraceHeader {
   double logit_softcap = 0.0;
   std::string source_hash;
   std::string quantisation;  // of the weights while loading: 8bit or 4bit; empty: as stored
+  std::string other_state;   // JSON, which other_states() reads; or empty
   int value_dim = 0;         // the largest dv; 0: that of d
   int visible_block = 0;     // tokens of a unit of the model's own selection; 0: it selects nothing
   int value_is_key = 0;      // values are the first dv components of the keys, and this is dv; 0: separate tensors
@@ -123,6 +131,7 @@ struct StoredTensor {
   TensorView view;         // output projections are one head of `hidden` tokens of Hq*dv components, norms of T tokens
   std::vector<int> shape;  // as in the file
   std::string xxh3;        // stated by the file; empty: not stated
+  bool is_archived;        // view is in memory that the next archived layer overwrites
 };
 
 /// A tensor outside any file.
@@ -135,7 +144,9 @@ struct TensorInMemory {
 /// The tensors of one layer outside any file.
 struct LayerInMemory {
   std::vector<std::int32_t> query_positions = {};  // [Tq] ascending; empty: all T queries
-  TensorInMemory q = {}, k = {}, v = {};           // v: none where values are components of the keys
+  TensorInMemory q = {}, k = {}, v = {};           // k, v: none in layers that have none in a file
+  std::vector<std::int32_t> visible = {};          // units that the model selected; or empty
+  std::vector<std::uint64_t> visible_shape = {};   // [Hkv, Tq, u]
   std::optional<TensorInMemory> wo = {};
 };
 

@@ -266,6 +266,15 @@ def _(file: h5py.File) -> None:
     file.create_dataset("tokens/text", data="x" * 79, dtype=h5py.string_dtype())
 
 
+@broken(
+    "state of another form",
+    ":/model@other_state: value: expected a JSON list of objects with kind, layers and bytes, "
+    """found "[{"kind": "conv"}]\"""",
+)
+def _(file: h5py.File) -> None:
+    file["model"].attrs["other_state"] = np.bytes_('[{"kind": "conv"}]')
+
+
 @broken("text as bytes", ":/tokens/text: type: expected fixed-length string, found opaque of 79 bytes")
 def _(file: h5py.File) -> None:
     del file["tokens/text"]

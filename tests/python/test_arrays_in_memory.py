@@ -389,6 +389,8 @@ def test_a_run_says_that_its_trace_was_in_memory(small: Path) -> None:
         ["--value-dim", "24"],
         ["--head-dim", "24,40", "--value-dim", "56,16"],
         ["--query-heads", "4,6", "--kv-heads", "2,3"],
+        ["--query-heads", "4,6", "--kv-source", "0,0"],
+        ["--kv-heads", "2,4", "--query-heads", "4,4", "--visible", "5,4"],
     ],
     ids="_".join,
 )
@@ -401,10 +403,11 @@ def test_objects_of_version_2(options: list[str], tmp_path: Path) -> None:
     if "/model/rope/pairs" in trace:
         frequencies = [row[:pairs] for row, pairs in zip(frequencies, trace["/model/rope/pairs"], strict=True)]
     latent = int(trace["/model@value_is_key"]) if "/model@value_is_key" in trace else 0
+    stored = {name: [f"/layers/00{layer}/{name}" for layer in layers] for name in ("k", "v", "visible")}
     made = kv.from_arrays(
         [trace.q(layer) for layer in layers],
-        [trace.k(layer) for layer in layers],
-        None if latent else [trace.v(layer) for layer in layers],
+        [trace[path] if path in trace else None for path in stored["k"]],
+        None if latent else [trace[path] if path in trace else None for path in stored["v"]],
         prompt=trace.prompt,
         ids=trace.ids,
         text=trace.text,
@@ -415,9 +418,46 @@ def test_objects_of_version_2(options: list[str], tmp_path: Path) -> None:
         sinks=trace["/model/sinks"] if "/model/sinks" in trace else None,
         chunk=trace["/model/chunk"] if "/model/chunk" in trace else 0,
         value_is_key=latent,
+        kv_source=trace["/model/kv_source"] if "/model/kv_source" in trace else None,
+        visible=[trace[path] if path in trace else None for path in stored["visible"]],
+        visible_block=4,
         model=trace["/model@name"],
         architecture=trace["/model@architecture"],
         synthetic=True,
         name="t",
     )
     assert made["/@version"] == 2 and made.hash == trace.hash
+    policies = ["h2o", "native"] if "--visible" in options else ["h2o", "streaming-llm"]
+    runs = [
+        kv.replay(one, policies, 20, metrics="attention_recall,output_error", detail="head") for one in (made, trace)
+    ]
+    assert len(runs[0].results) > 8 and runs[0].results.equals(runs[1].results)
+
+
+def test_layers_that_read_the_keys_of_another(tmp_path: Path) -> None:
+    """Each layer has its own queries and the arrays of its source; none of them is copied."""
+    words = ["synth", "gaussian", "--layers", "3", "--kv-source", "0,0,2", "-o", "t.h5"]
+    assert kvreplay(*words, folder=tmp_path).code == 0
+    trace = kv.open(tmp_path / "t.h5")
+    with h5py.File(tmp_path / "t.h5") as file:
+        for layer, source in enumerate([0, 0, 2]):
+            assert (trace.q(layer).view(np.uint16) == file[f"layers/00{layer}/q"][()].view(np.uint16)).all()
+            for name in "kv":
+                array = getattr(trace, name)(layer)
+                assert (array.view(np.uint16) == file[f"layers/00{source}/{name}"][()].view(np.uint16)).all()
+                assert np.shares_memory(array, getattr(trace, name)(source))
+            assert np.shares_memory(trace.q(layer), trace.q(layer))
+    q, k, v = ([getattr(trace, name)(layer) for layer in range(3)] for name in "qkv")
+    with pytest.raises(
+        kv.Error, match=r"^k\[1\]: array: expected None, because layer 0 has them \(kv_source\), found an a"
+    ):
+        kv.from_arrays(q, k, v, prompt=trace.prompt, kv_source=[0, 0, 2])
+    with pytest.raises(
+        kv.Error, match=r"^kv_source\[1\]: value: expected 1 or an earlier layer with keys and values, fo"
+    ):
+        kv.from_arrays(q, k, v, prompt=trace.prompt, kv_source=[0, 2, 2])
+    every = np.zeros((trace.kv_heads, trace.tokens, 2), np.int32)
+    with pytest.raises(kv.Error, match=r"^visible\[0\]: units of a query: expected at least one, ascending, at most 0"):
+        kv.from_arrays(q, k, v, prompt=trace.prompt, visible=[every, None, None])
+    with pytest.raises(kv.Error, match=r"^visible\[2\]: shape: expected \[\d+, \d+, \w+\], found \[1, 3, 2\]"):
+        kv.from_arrays(q, k, v, prompt=trace.prompt, visible=[None, None, every[:1, :3]])

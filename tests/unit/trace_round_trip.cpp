@@ -43,6 +43,7 @@ TraceHeader full_header() {
   header.logit_softcap = 50;
   header.source_hash = std::string(64, 'a');
   header.quantisation = "4bit";
+  header.other_state = R"([{"kind": "conv", "layers": [0, 4], "bytes": 96}])";
   header.value_dim = 5;
   header.visible_block = 3;
   header.heads = {4, 2, 4, 2};
@@ -183,7 +184,7 @@ TEST_F(RoundTrip, HeaderValues) {
       ++values;
       EXPECT_TRUE(*before == *after) << entry.object;
     }
-  EXPECT_EQ(values, 39);
+  EXPECT_EQ(values, 40);
   EXPECT_EQ(trace.header().rope_pairs, 2);
 }
 
@@ -217,6 +218,7 @@ TEST_F(RoundTrip, OptionalObjectsMayBeLeftOut) {
   header.has_rope = false;
   header.source_hash.clear();
   header.quantisation.clear();
+  header.other_state.clear();
   header.reference_ids.clear();
   header.text.clear();
   header.offsets.clear();
@@ -249,6 +251,7 @@ TEST_F(RoundTrip, TheHashIsOfContentsAlone) {
   write("a.h5", DType::float16, {}, 1);
   TraceHeader header = full_header();
   header.producer = "another";
+  header.other_state.clear();
   header.created = "2025-01-01T00:00:00Z";
   write("b.h5", DType::float16, {}, 100, header);
   const std::string hash = Trace::open(file("a.h5")).hash();

@@ -90,7 +90,7 @@ class Traced {
     if (found == tensors.end()) return nb::none();
     const TensorView& tensor = found->view;
     std::shared_ptr<const std::byte> bytes(trace_, tensor.data);
-    if (trace_->archived_bytes(layer) > 0) {
+    if (found->is_archived) {
       const auto copy = std::make_shared<std::vector<std::byte>>(tensor.data, tensor.data + tensor.bytes());
       bytes = {copy, copy->data()};
     }
@@ -154,10 +154,15 @@ TensorInMemory tensor_in_memory(nb::handle given) {
 }
 
 LayerInMemory layer_in_memory(nb::handle given) {
-  LayerInMemory layer{.q = tensor_in_memory(given[0]), .k = tensor_in_memory(given[1])};
+  LayerInMemory layer{.q = tensor_in_memory(given[0])};
+  if (!given[1].is_none()) layer.k = tensor_in_memory(given[1]);
   if (!given[2].is_none()) layer.v = tensor_in_memory(given[2]);
   if (!given[3].is_none()) layer.wo = tensor_in_memory(given[3]);
   layer.query_positions = nb::cast<std::vector<std::int32_t>>(given[4]);
+  if (!given[5].is_none()) {
+    layer.visible = nb::cast<std::vector<std::int32_t>>(given[5][0]);
+    layer.visible_shape = nb::cast<std::vector<std::uint64_t>>(given[5][1]);
+  }
   return layer;
 }
 
@@ -283,7 +288,7 @@ void bind_trace(nb::module_& module) {
   module.def(
       "trace_of_arrays", trace_of_arrays, "path"_a, "values"_a, "tensors"_a,
       "A trace of arrays in memory: values by the schema's objects; of each layer q, k, v and wo, or None, as (bytes,\n"
-      "type, shape), and the positions of its queries.");
+      "type, shape), the positions of its queries, and the visible units, or None, as (numbers, shape).");
 }
 
 }  // namespace kvreplay::python

@@ -5,6 +5,7 @@ L layers, Hq query heads, Hkv KV heads, T tokens, Tq stored queries of a layer, 
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import sys
@@ -38,6 +39,8 @@ OBJECTS = {
     "rope.attention_scaling": "/model/rope/attention_scaling",
     "prompt": "/tokens@prefill",
     "value_is_key": "/model@value_is_key",
+    "kv_source": "/model/kv_source",
+    "visible_block": "/model@visible_block",
     "sinks": "/model/sinks",
     "chunk": "/model/chunk",
     "rope.offset": "/model/rope@offset",
@@ -51,7 +54,7 @@ SHAPES = {"/model@n_layers": "k", "/model@n_query_heads": "q", "/model@n_kv_head
           "/model@value_dim": "v", "/model/heads": "q, k", "/model/head_dims": "k, v",
           "/model/rope/pairs": "rope.inv_freq"}  # fmt: skip
 ARGUMENTS = {place: argument for argument, place in OBJECTS.items()} | SHAPES
-IN_LAYER = {"q": "q", "k": "k", "v": "v", "wo": "wo", "q_positions": "query_positions"}
+IN_LAYER = {"q": "q", "k": "k", "v": "v", "wo": "wo", "q_positions": "query_positions", "visible": "visible"}
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Rope:
 
 def from_arrays(
     q: Sequence[Any],
-    k: Sequence[Any],
-    v: Sequence[Any] | None,
+    k: Sequence[Any | None],
+    v: Sequence[Any | None] | None,
     *,
     prompt: int,
     ids: Any = None,
@@ -82,7 +85,10 @@ def from_arrays(
     chunk: Any = 0,
     sinks: Any = None,
     value_is_key: int = 0,
+    kv_source: Sequence[int] | None = None,
     query_positions: Any = None,
+    visible: Sequence[Any | None] | None = None,
+    visible_block: int = 1,
     wo: Sequence[Any] | None = None,
     dtype: str | None = None,
     layer_index: Any = None,
@@ -104,9 +110,12 @@ def from_arrays(
     `rope`: a `kv.Rope`, or any object with its attributes. `softmax_scale`: default d ** -0.5. `sliding_window`: a
     number of tokens or one for each layer, 0 for none; `chunk` likewise: query t sees keys from floor(t / C) C on.
     `sinks` [L, Hq]: sink logits, -infinity for none. `value_is_key` n: values are the first n components of the
-    keys, and `v` is None, as in latent attention. `query_positions`: positions of the queries in `q`, for all
-    layers or a list over layers (default: all T). `wo`: output projections [hidden, Hq*d]. `dtype`: the type that the
-    model computed in (default: that of the keys). `name`: what results call the trace.
+    keys, and `v` is None, as in latent attention. `kv_source`: for each layer the layer whose keys and values it reads,
+    itself or an earlier one; `k` and `v` of a layer that reads those of another are None. `query_positions`: positions
+    of the queries in `q`, for all layers or a list over layers (default: all T). `visible`: a list over layers of int
+    arrays [Hkv, Tq, u], or None: the units of `visible_block` tokens that the model itself selects for each query,
+    ascending, then -1, as the policy `native` reads them. `wo`: output projections [hidden, Hq*d]. `dtype`: the type
+    that the model computed in (default: that of the keys). `name`: what results call the trace.
 
     Raises Error, with the name of the argument, if `kvreplay validate` would reject a file of such a trace.
     """
@@ -122,15 +131,23 @@ def from_arrays(
     for argument, of_layers in arrays.items():
         if len(of_layers) != layers:
             raise Error(argument, "layers", str(layers), str(len(of_layers)))
+    sources = _sources(kv_source, layers)
+    readers = {layer for layer, source in enumerate(sources) if source != layer}
+    for layer, argument in itertools.product(readers, ("k", "v")):
+        if arrays[argument][layer] is not None:
+            expected = f"None, because layer {sources[layer]} has them (kv_source)"
+            raise Error(f"{argument}[{layer}]", "array", expected, "an array")
+    every = set(range(layers))
+    absent = {"q": set(), "k": readers, "v": every if v is None else readers, "wo": every}
     tensors = {
-        argument: [None if one is None and (argument == "wo" or v is None) else _tensor(f"{argument}[{layer}]", one)
+        argument: [None if one is None and layer in absent[argument] else _tensor(f"{argument}[{layer}]", one)
                    for layer, one in enumerate(of_layers)]
         for argument, of_layers in arrays.items()
     }  # fmt: skip
     queries = [_three(f"q[{layer}]", "[Hq, Tq, d]", one) for layer, one in enumerate(tensors["q"])]
-    keys = [_three(f"k[{layer}]", "[Hkv, T, d]", one) for layer, one in enumerate(tensors["k"])]
-    widths = [value_is_key if one is None else _three(f"v[{layer}]", "[Hkv, T, dv]", one)[2]
-              for layer, one in enumerate(tensors["v"])]  # fmt: skip
+    keys = [_three(f"k[{layer}]", "[Hkv, T, d]", tensors["k"][layer]) for layer in sources]
+    widths = [value_is_key if v is None else _three(f"v[{layer}]", "[Hkv, T, dv]", tensors["v"][layer])[2]
+              for layer in sources]  # fmt: skip
     heads = [(query[0], key[0]) for query, key in zip(queries, keys, strict=True)]
     dims = [(key[2], width) for key, width in zip(keys, widths, strict=True)]
     tokens, dim, value_dim = keys[0][1], max(dims)[0], max(widths)
@@ -157,6 +174,14 @@ def from_arrays(
     for name_, of_layers in (("heads", heads), ("head_dims", dims)):
         if len(set(of_layers)) > 1:
             values[f"/model/{name_}"] = [number for of_layer in of_layers for number in of_layer]
+    if sources != list(range(layers)):
+        values["/model/kv_source"] = sources
+    units = [None] * layers if visible is None else list(visible)
+    if len(units) != layers:
+        raise Error("visible", "layers", str(layers), str(len(units)))
+    units = [None if one is None else _units(f"visible[{layer}]", one) for layer, one in enumerate(units)]
+    if any(units):
+        values["/model@visible_block"] = _whole("visible_block", visible_block)
     if sinks is not None:
         values["/model/sinks"] = _floats("sinks", sinks, (layers, values["/model@n_query_heads"]))
     if any(chunks := _integers("chunk", chunk, (layers,))):
@@ -179,7 +204,7 @@ def from_arrays(
     if not isinstance(name, str) or not name or set(name) & set("/*?["):
         raise Error("name", "value", "a text without / * ? [", repr(name), Refusal.USAGE)
     path = f"{FOLDER}/{name}"
-    of_layers = zip(*(tensors[one] for one in "qkv"), tensors.get("wo", [None] * layers), positions, strict=True)
+    of_layers = zip(*(tensors[one] for one in "qkv"), tensors.get("wo", [None] * layers), positions, units, strict=True)
     try:
         return Trace.of(_engine.trace_of_arrays(path, values, list(of_layers)))
     except Error as problem:
@@ -231,6 +256,24 @@ def _three(where: str, expected: str, tensor: Tensor) -> tuple[int, ...]:
     if len(shape) != 3:
         raise Error(where, "shape", expected, str(list(shape)))
     return shape
+
+
+def _sources(given: Any, layers: int) -> list[int]:
+    """The layer whose keys and values each layer reads."""
+    sources = _integers("kv_source", range(layers) if given is None else list(given), (layers,))
+    for layer, source in enumerate(sources):
+        if not 0 <= source <= layer or sources[source] != source:
+            expected = f"{layer} or an earlier layer with keys and values"
+            raise Error(f"kv_source[{layer}]", "value", expected, str(source))
+    return sources
+
+
+def _units(where: str, given: Any) -> tuple[list[int], tuple[int, ...]]:
+    """Selected units of a layer and their shape."""
+    array = _read(where, given)
+    if array.ndim != 3 or not array.size:
+        raise Error(where, "shape", "[Hkv, Tq, u]", str(list(array.shape)))
+    return _integers(where, array, array.shape), array.shape
 
 
 def _shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

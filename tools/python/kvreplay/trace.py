@@ -162,7 +162,7 @@ class Trace:
         if name == "visible":
             units = self._trace.visible_units(layer)
             queries = len(self.query_positions(layer)) or self.tokens
-            return units.reshape(self.kv_heads, queries, -1) if len(units) else None
+            return units.reshape(self.heads[layer, 1], queries, -1) if len(units) else None
         return self._tensor(name, layer)
 
     def _source(self, layer: int) -> int:
