@@ -5,6 +5,7 @@ Each capture recomputes the attention outputs of all queries from the trace (--v
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiny_models import LOCAL_AND_GLOBAL, SIZES, build, character_tokenizer
 
 import kvreplay as kv
 from kvreplay.capture.command import main
+from kvreplay.engine import program
 from kvreplay.trace import Trace
 
 PROMPT = "The heron stood in the shallow water all the morning, and did not say what it was waiting for."
@@ -159,6 +161,48 @@ def test_chunked_attention_is_causal_within_a_chunk(tmp_path: Path) -> None:
     assert "/model/chunk" not in trace and "/model/chunk" not in full
     longer = captured(folder, tmp_path / "long.h5", prompt=PROMPT[:65])
     assert longer["/model/chunk"].tolist() == [64, 0] * 2
+
+
+HYBRIDS: dict[str, tuple[transformers.PretrainedConfig, list[dict[str, Any]]]] = {
+    # Layers with recurrences: d_inner = 96 channels, a convolution over 4 tokens and 16 numbers a channel.
+    "jamba": (
+        transformers.JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=2),
+        [{"kind": "linear_attention", "layers": [0, 2], "bytes": 4 * (96 * 4 + 96 * 16)}],
+    ),
+    # 2 heads of queries and keys and 4 of values, of 8 components each; the state is [4, 8, 8].
+    "qwen3_next": (
+        transformers.Qwen3NextConfig(
+            **{key: value for key, value in QWEN3_5.items() if key != "rope_parameters"},
+            num_experts=4,
+            num_experts_per_tok=1,
+        ),
+        [{"kind": "linear_attention", "layers": [0, 2], "bytes": 4 * ((2 * 16 + 32) * 4 + 4 * 8 * 8)}],
+    ),
+    # Attention and recurrences in every layer.
+    "falcon_h1": (
+        transformers.FalconH1Config(
+            **SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
+        ),
+        [{"kind": "hybrid", "layers": [0, 1, 2, 3], "bytes": 4 * ((32 + 2 * 8) * 4 + 4 * 8 * 8)}],
+    ),
+    "llama": (transformers.LlamaConfig(**SIZES), []),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_other_state_of_hybrids(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config, states = HYBRIDS[name]
+    trace = captured(saved(config, tmp_path / "model"), tmp_path / "t.h5")
+    assert ("/model@other_state" in trace) == bool(states)
+    assert trace["/@version"] == 1
+    capfd.readouterr()
+    assert program(["info", str(trace.path), "--json", "--no-estimate"]) == 0
+    assert json.loads(capfd.readouterr().out)[0]["other_state"] == states
+    assert program(["info", str(trace.path), "--no-estimate"]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("other state")]
+    assert len(lines) == len(states)
+    if name == "jamba":
+        assert lines[0].split(maxsplit=2)[2] == "linear_attention  7.5 KiB of each of 2 layers: 0, 2"
 
 
 def test_layers_that_a_model_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

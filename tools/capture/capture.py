@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 from kvreplay.capture.model import generate
 from kvreplay.capture.model_options import LATENT_QUERIES
 from kvreplay.capture.observe import LayerCall, Layers, observed
-from kvreplay.capture.probe import kv_sources, probe, refuse_gates
+from kvreplay.capture.probe import kv_sources, other_states, probe, refuse_gates
 from kvreplay.capture.prompts import Prompt, fit, render
 from kvreplay.capture.recorded_pass import Reference, run_pass
 from kvreplay.capture.recorder import Recorder
@@ -157,6 +158,7 @@ def capture(
     calls, rope = probe(model, choices.name, ids[0], max(1, tokens - 1), choices.layers)
     if choices.with_wo:
         refuse_gates(model, ids[0], calls, choices.name)
+    states = other_states(model, ids[0])
     shape = calls[0]
     compute = str(shape.k.dtype).removeprefix("torch.")
     store = choices.store_dtype or compute
@@ -186,6 +188,7 @@ def capture(
             **({"value_is_key": value_width} if latent else {"value_dim": value_width} if value_width != width else {}),
             **({"source_hash": choices.source_hash} if choices.source_hash else {}),
             **({"quantisation": choices.load} if choices.load else {}),
+            **({"other_state": json.dumps(states)} if states else {}),
         )
         for name, of_layers in (("heads", heads), ("head_dims", dims)):
             if (of_layers != of_layers[0]).any():

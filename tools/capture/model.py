@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,11 @@ def decoder(model: Any) -> Any:
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
     is_model = isinstance(found, transformers.PreTrainedModel) and found is not model
     return found if is_model else model.base_model  # some have a projection of this name
+
+
+def cache_name(base: Any) -> str:
+    """The name of a decoder's cache in its arguments and its output."""
+    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
 
 def layer_configs(config: Any) -> list[Any]:

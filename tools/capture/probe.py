@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvreplay.capture.model import decoder, input_device
-from kvreplay.capture.observe import LayerCall, Layers, observed
+from kvreplay.capture.model import cache_name, decoder, input_device
+from kvreplay.capture.observe import LOCAL_KINDS, LayerCall, Layers, observed
 from kvreplay.capture.refusals import NO_INTERFACE, refused
 from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules
 from kvreplay.capture.verify import unit_roundoff
@@ -22,6 +22,21 @@ def kv_sources(calls: Sequence[LayerCall]) -> list[int]:
     """For each layer the first that reads the same keys in memory, often itself. `calls`: of one pass."""
     places = [(*(x.data_ptr() for x in call.expanded), call.window) for call in calls]
     return [places.index(place) for place in places]
+
+
+def other_states(model: Any, token: int) -> list[dict[str, Any]]:
+    """Layers whose cache has states of convolutions or recurrences, by kind: their numbers, and the bytes of each."""
+    base, kinds = decoder(model), getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if set(kinds) <= {"full_attention", *LOCAL_KINDS}:
+        return []
+    with torch.inference_mode():
+        output = base(input_ids=torch.tensor([[token]], device=input_device(model)), use_cache=True)
+    layers: dict[tuple[str, int], list[int]] = {}
+    for number, cached in enumerate(getattr(getattr(output, cache_name(base), None), "layers", ())):
+        states = [*getattr(cached, "conv_states", {}).values(), *getattr(cached, "recurrent_states", {}).values()]
+        if size := sum(state.nbytes for state in states if state is not None):
+            layers.setdefault((kinds[number], size), []).append(number)
+    return [{"kind": kind, "layers": numbers, "bytes": size} for (kind, size), numbers in layers.items()]
 
 
 def refuse_gates(model: Any, token: int, calls: Sequence[LayerCall], name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvreplay.capture.model import decoder, input_device
+from kvreplay.capture.model import cache_name, decoder, input_device
 from kvreplay.capture.observe import LayerCall, Layers, observed
 from kvreplay.capture.refusals import refused
 from kvreplay.capture.rope import frequencies, same
@@ -70,7 +70,7 @@ def run_pass(
     The output head runs only where `reference` wants logits.
     """
     before = frequencies(decoder(model))
-    cache_name = "cache" if "cache" in inspect.signature(decoder(model).forward).parameters else "past_key_values"
+    name_of_cache = cache_name(decoder(model))
     cache = None
     for begin in range(0, len(ids), chunk):
         end = min(begin + chunk, len(ids))
@@ -79,7 +79,7 @@ def run_pass(
             "use_cache": chunk < len(ids),
         }
         if cache is not None:
-            inputs[cache_name] = cache
+            inputs[name_of_cache] = cache
         wanted = reference.wanted(begin, end) if reference else range(0)
         with torch.inference_mode(), observed(model, name, observer, layers):
             if reference and wanted:
@@ -87,7 +87,7 @@ def run_pass(
                 reference.add(logits[: len(wanted)])
             else:
                 output = decoder(model)(**inputs)
-        cache = getattr(output, cache_name, None)
+        cache = getattr(output, name_of_cache, None)
         # Some kinds of RoPE have other frequencies for short sequences, so also for early chunks.
         after = frequencies(decoder(model))
         if len(before) != len(after) or not all(map(same, before, after)):

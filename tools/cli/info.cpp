@@ -16,6 +16,7 @@
 #include "replay/estimate.h"
 #include "replay/replay.h"
 #include "replay/stored_observables.h"
+#include "trace/header.h"
 #include "trace/trace.h"
 #include "trace_list.h"
 
@@ -161,6 +162,28 @@ bool has_sinks(const TraceHeader& header) {
   return std::ranges::any_of(header.sinks, [](double logit) { return std::isfinite(logit); });
 }
 
+/// "0-2, 4-6" of ascending numbers.
+std::string ranges_text(const std::vector<std::int32_t>& numbers) {
+  std::string text;
+  for (std::size_t first = 0, last = 0; first < numbers.size(); first = ++last) {
+    last = first;
+    while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", numbers[first]);
+    if (last > first) text += fmt::format("-{}", numbers[last]);
+  }
+  return text;
+}
+
+/// Layers of a hybrid model that have other state than keys and values, by kind.
+std::vector<std::string> other_state_lines(const TraceHeader& header) {
+  std::vector<std::string> lines;
+  for (const OtherState& state : other_states(header))
+    lines.push_back(fmt::format("{}  {} of each of {} layers: {}", state.kind,
+                                size_text(static_cast<std::size_t>(state.bytes)), state.layers.size(),
+                                ranges_text(state.layers)));
+  return lines;
+}
+
 /// What the model itself lets a query read.
 std::string own_reads(const Trace& trace) {
   const TraceHeader& header = trace.header();
@@ -245,10 +268,13 @@ Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& 
                 {"logit_softcap", header.logit_softcap},
                 {"rope_pairs", header.rope_pairs},
                 {"tensor_bytes", trace.tensor_bytes()},
+                {"other_state", Json::array()},
                 {"spans", Json::array()},
                 {"policies", Json::array()},
                 {"stored_observables", stored_observables(trace)},
                 {"notes", use.notes}};
+  for (const OtherState& state : other_states(header))
+    document["other_state"].push_back({{"kind", state.kind}, {"layers", state.layers}, {"bytes", state.bytes}});
   for (const Span& span : header.spans)
     document["spans"].push_back({{"name", span.name}, {"kind", span.kind}, {"begin", span.begin}, {"end", span.end}});
   for (const Service& service : use.policies)
@@ -274,6 +300,7 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
                             header.synthetic ? "  synthetic" : "")},
       {"tokens", fmt::format("prompt {} + continuation {}", header.prefill, header.continuation())}};
   for (const std::string& line : shape_lines(header)) rows.push_back({"shape", line});
+  for (const std::string& line : other_state_lines(header)) rows.push_back({"other state", line});
   const TableRow of_attention[] = {
       {"queries", stored_queries(trace)},
       {"keys", sources_text(header)},
