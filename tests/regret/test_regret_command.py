@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import pandas as pd
 import pytest
 
 import kvreplay as kv
-from kvreplay import python_policies, regret_terms
+from kvreplay import _engine, python_policies, regret_terms
+from kvreplay.bounds.command import main
 from kvreplay.errors import Error, Refusal
 from kvreplay.regret_terms import ROUNDING, TERMS
 
@@ -104,6 +106,69 @@ import numpy as np
 def early(view, first: int = 2):
     return -np.abs(np.tile(np.arange(view.tokens), (view.kv_heads, 1)) - first).astype(float)
 """
+
+
+@pytest.mark.parametrize("sources", [[0, 1, 2], [0, 0, 2]], ids=str)
+def test_bound_over_layers_with_other_query_heads(sources: list[int], tmp_path: Path) -> None:
+    """The best entries of all layers: each is a share of the mean over the query heads of its layer, then over layers.
+    Layers that share keys count as one layer with the query heads of both."""
+    path = tmp_path / "heads.h5"
+    words = "--layers 3 --kv-heads 2 --query-heads 16,2,4 --prompt 30 --continuation 4 --dtype float32"
+    shared = "--kv-source " + ",".join(map(str, sources))
+    assert _engine.program(["synth", "gaussian", "-o", str(path), *words.split(), *shared.split()]) == 0
+    trace, scale = kv.open(path), kv.open(path)["/model@softmax_scale"]
+    prompt, future = trace.prompt, range(trace.prompt, trace.tokens)
+    bound, entries = 0.0, []
+    for source in set(sources):
+        layers = [layer for layer in range(3) if sources[layer] == source]
+        share = 1 / len(set(sources)) / len(future) / sum(len(trace.q(layer)) for layer in layers)
+        sums = np.zeros((2, trace.tokens))
+        for layer in layers:
+            queries = trace.q(layer).astype(float)
+            for head, t in itertools.product(range(len(queries)), future):
+                row = head * 2 // len(queries)
+                weights = np.exp(scale * trace.k(layer)[row, : t + 1].astype(float) @ queries[head, t])
+                sums[row, : t + 1] += weights / weights.sum()
+        bound += share * sums[:, prompt:].sum()
+        entries += (share * sums[:, :prompt]).ravel().tolist()
+    bound += sum(sorted(entries, reverse=True)[: 6 * 2 * len(set(sources))])
+    assert kv.regret(path, "snapkv:window=2", 6)["bound"].tolist() == pytest.approx([bound], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape, field",
+    [("--query-heads 8,4 --kv-heads 4,2", "heads"), ("--head-dim 8,16", "head_dims")],
+)
+def test_layers_of_different_shape(
+    shape: str, field: str, tiny: list[Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The terms within layers are those of two traces with one of the layers each. There is no bound over layers."""
+    path = tmp_path / "layers.h5"
+    words = f"--layers 2 --prompt 24 --continuation 3 --dtype float32 {shape}".split()
+    assert _engine.program(["synth", "gaussian", "-o", str(path), *words]) == 0
+    trace, policies = kv.open(path), ["snapkv:window=2", "chunkkv:chunk=3,window=2"]
+    alone = [
+        kv.from_arrays([trace.q(layer)], [trace.k(layer)], [trace.v(layer)], prompt=trace.prompt,
+                       softmax_scale=trace["/model@softmax_scale"])
+        for layer in range(2)
+    ]  # fmt: skip
+    with pytest.warns(UserWarning, match=f"/model/{field}: oracle allocates tokens among layers"):
+        found = kv.regret(path, policies, 8)
+    parts = [kv.regret(one, policies, 8) for one in alone]
+    for name in ["recall", *TERMS[:-1]]:
+        expected = (parts[0][name] + parts[1][name]) / 2
+        assert found[name].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert found[["layer", "bound"]].isna().all(axis=None)
+    capsys.readouterr()
+    assert main([str(path), "-p", ",".join(policies), "-b", "8"]) == 0
+    printed = capsys.readouterr()
+    for policy, line in zip(policies, printed.out.splitlines()[4:6], strict=True):
+        assert line.split()[0] == policy and line.split()[2] == "1"
+        assert line.split()[-2:] == ["-", "-"] and "-" not in line.split()[3:7]
+    assert "expected layers of one shape" in printed.err
+    with pytest.warns(UserWarning):
+        both = regret_terms.means(kv.regret([path, tiny[0]], policies[0], 4))
+    assert both["traces"].tolist() == [1] and both.notna().all(axis=None)
 
 
 def test_eval_queries_are_those_that_were_asked_for(tiny: list[Path], said) -> None:

@@ -95,10 +95,13 @@ def terms(place: str, recalls: np.ndarray) -> np.ndarray:
 
 def means(found: pd.DataFrame) -> pd.DataFrame:
     """One row a budget and policy, in the order of the command line: means over the traces on which all numbers are
-    defined, and the number of these traces."""
+    defined, and the number of these traces. Where no trace has a bound over layers, the other numbers are means over
+    the traces that have these."""
     key = ["budget", "policy", "heads"]
-    defined = found.dropna(subset=NUMBERS)
-    groups = defined.groupby(key, sort=False)
+    within_layers = found.dropna(subset=["recall", *TERMS[:-1]])
+    has_bound = within_layers["bound"].notna()
+    any_has_bound = has_bound.groupby([within_layers[one] for one in key]).transform("any")
+    groups = within_layers[has_bound | ~any_has_bound].groupby(key, sort=False)
     lines = groups[NUMBERS].mean().assign(traces=groups["trace"].nunique())
     import pandas as pd
 
