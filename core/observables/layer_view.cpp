@@ -66,6 +66,7 @@ double LayerView::observable_seconds() const {
 
 void LayerView::on_threads(std::size_t count, const std::function<void(std::size_t)>& work) const {
   all_side_by_side(backend_.threads(), count, work);
+  backend_.interruption().require_all_done();
 }
 
 /// What the backend refuses has a place.

@@ -55,6 +55,7 @@ struct Scorer {
   bool reads_sinks = false;    // Scoring::sinks
   bool places_window = false;  // scores by an observation window that ends at Scoring::window_end
   bool of_prompt = false;      // all of the prompt must be resident
+  bool quadratic = false;      // reads each token with every other one
   /// Of scores that are sums of attention over queries: the number of queries, or the sum of their weights, which makes
   /// means of them. Empty: the scores are not such sums.
   std::function<double(const LayerView&, const Scoring&)> queries = {};

@@ -19,10 +19,11 @@ from program import PROGRAM, done, kvreplay
 from kvreplay.trace import Trace, TraceWriter
 
 POLICIES = set(
-    "ada-kv cam-one-shot caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv "
-    "expected-attention finch full h2o h2o-online head-kv hybrid keydiff kivi knorm lagkv lava leverage local "
-    "minicache nacl native observed-attention oracle pyramid-infer pyramid-kv q-filter quest random random-twin sca "
-    "scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm vatp".split()
+    "ada-kv cam-one-shot cap-kv caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv "
+    "expected-attention finch full h2o h2o-online head-kv hybrid keydiff keyformer kivi knorm lagkv lava leverage lfu "
+    "local lru minicache nacl native observed-attention oracle pyramid-infer pyramid-kv q-filter quest r-kv random "
+    "random-twin sca scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm vase "
+    "vatp".split()
 )
 ASK_FOR_MORE = {"critical-kv", "head-kv", "random-twin"}  # the model's output projections, a table, and a policy
 COMMANDS = set(
@@ -149,9 +150,10 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     [found] = json.loads(done("info", "--json", "a.h5", folder=tmp_path))
     refused = {policy["name"]: policy["why_not"] for policy in found["policies"] if not policy["served"]}
     all_queries = (
-        "cam-one-shot compactor duo-attention expected-attention h2o h2o-online observed-attention q-filter vatp"
+        "cam-one-shot cap-kv compactor duo-attention expected-attention h2o h2o-online keyformer lfu lru "
+        "observed-attention q-filter vatp"
     )
-    windows_of_more = "defensive-kv lava scissorhands think"
+    windows_of_more = "defensive-kv lava scissorhands think vase"
     assert set(refused) == {"oracle", *ASK_FOR_MORE, *all_queries.split(), *windows_of_more.split()}
     assert refused["h2o"] == (
         "a.h5:/layers/000/q_positions: missing stored queries for h2o: expected queries 0..19, found no query 0"

@@ -29,6 +29,8 @@ SNAPKV = "snapkv:preset=kvpress"
 CHUNKS = "select=chunks,chunk=20,window_mode=whole"
 
 CASES = (
+    Case("CapPress(R)", "cap-kv"),
+    Case("CapPress(R, tau=2.0, n_sink=8, n_future_positions=64)", "cap-kv:tau=2,sinks=8,future=64"),
     Case("CompactorPress(R)", f"compactor:sketch={SKETCH}"),
     Case("CriticalKVPress(SnapKVPress(R))", f"critical-kv:base=({SNAPKV})"),
     Case("CriticalKVPress(ExpectedAttentionPress(R, use_vnorm=False))", "critical-kv"),
@@ -84,7 +86,6 @@ FURTHER_PASSES = "scores by queries of further passes over the prompt, which are
 NOT_COMPARED = {
     "BasePress": "abstract",
     "CAMPress": WHILE_DECODING,
-    "CapPress": "no policy computes its scores",
     "ChunkPress": "no policy has a budget for each chunk of the prompt",
     "ComposedPress": "no policy evicts twice",
     "CompressionRatioDecodingPress": WHILE_DECODING,

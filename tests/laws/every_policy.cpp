@@ -85,8 +85,9 @@ const std::deque<TraceCase>& traces() {
 /// Policies that may keep fewer tokens than B a layer and head on average: heavy hitters may lie in the recent part
 /// too; chunks leave slots empty; FINCH's code rounds down block by block.
 bool may_underspend(const std::string& policy) {
-  return policy.find("overlap=true") != std::string::npos || policy.find("fill=none") != std::string::npos ||
-         policy.find("window_mode=replace") != std::string::npos || policy.find("rate=code") != std::string::npos;
+  return policy.find("overlap=true") != std::string::npos || policy.find("gap=true") != std::string::npos ||
+         policy.find("fill=none") != std::string::npos || policy.find("window_mode=replace") != std::string::npos ||
+         policy.find("rate=code") != std::string::npos;
 }
 
 bool all_layers_have_a_budget(const ConfiguredPolicy& policy, int layers) {

@@ -293,6 +293,57 @@ TEST_P(ScoresOf, ExpectedAttentionIsThatOfGaussianQueriesAtTheNextPositions) {
   expect_near(scores("expected-attention:sinks=0,future=1"), mean(expected(view, 0, 1, true, 0, true), 2), 1e-6);
 }
 
+TEST_P(ScoresOf, CapKvIsTheLeverageOfValuesWeightedByTheDirectionOfFutureQueries) {
+  const auto expected = [&](const LayerView& of, int sinks, double tau, double epsilon, int future) {
+    const int seen = of.residents().seen, next = &of == &view ? seen : of.tokens();
+    Matrix per_head(4, of.tokens());
+    for (int head = 0; head < 4; ++head) {
+      Numbers anchor(dim);
+      for (int t = sinks; t < seen; ++t)
+        for (int i = 0; i < future; ++i) {
+          const Numbers there = layer.rotated(unrotated(layer.query(head, t), t), next + i);
+          for (std::size_t c = 0; c < dim; ++c) anchor[c] += there[c];
+        }
+      const auto length = [](const Numbers& x) {
+        return std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0));
+      };
+      Numbers weights;
+      std::vector<Numbers> values;
+      for (int j = 0; j < of.tokens(); ++j) {
+        const int position = of.positions(head / 2)[j].number;
+        const Numbers key = layer.rotated(layer.k.row(head / 2, position), &of == &view ? 0 : j - position);
+        const double cosine =
+            std::inner_product(key.begin(), key.end(), anchor.begin(), 0.0) / length(key) / length(anchor);
+        weights.push_back(position < sinks ? -HUGE_VAL : tau * cosine);
+        values.push_back(layer.v.row(head / 2, position));
+      }
+      const double most = std::ranges::max(weights);
+      for (double& weight : weights) weight = std::exp(weight - most);
+      for (std::size_t j = 0; j < weights.size(); ++j) {
+        std::vector<Numbers> system(dim, Numbers(dim + 1));
+        for (std::size_t r = 0; r < dim; ++r) {
+          system[r][r] = 1;
+          system[r][dim] = values[j][r];
+          for (std::size_t i = 0; i < weights.size(); ++i)
+            for (std::size_t c = 0; c < dim && weights[i] > 0; ++c)
+              system[r][c] += (weights[i] + epsilon) * values[i][r] * values[i][c];
+        }
+        const Numbers solved = solve(system);
+        per_head(head, static_cast<int>(j)) =
+            weights[j] * std::inner_product(solved.begin(), solved.end(), values[j].begin(), 0.0);
+      }
+    }
+    Matrix scores = Grouping{}(per_head, 2);
+    for (int row = 0; row < 2; ++row)
+      for (int j = 0; j < of.tokens(); ++j)
+        if (of.positions(row)[j].number < sinks) scores(row, j) = std::ranges::max(scores.row(row));
+    return scores;
+  };
+  expect_near(scores("cap-kv:sinks=3,tau=2,epsilon=0.1,future=5"), expected(view, 3, 2, 0.1, 5), 1e-9);
+  expect_near(scores("cap-kv"), expected(view, 4, 5, 1e-6, 512), 1e-9);
+  expect_near(scores("cap-kv:sinks=1,future=7", held), expected(held, 1, 5, 1e-6, 7), 1e-9);
+}
+
 TEST_P(ScoresOf, OfKeyDiffAndKnormAreWhatStaysFirst) {
   const Matrix found = scores("keydiff", held), of_anchor = cosines(held.keys(), mean_direction(held.keys(), 1), 1);
   for (int i = 0; i < 12; ++i) EXPECT_EQ(found(1, i), -of_anchor(1, i));

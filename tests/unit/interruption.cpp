@@ -6,6 +6,7 @@
 
 #include "attention_reference.h"
 #include "cpu/cpu_backend.h"
+#include "policies/text/configured.h"
 
 namespace kvreplay::testing {
 namespace {
@@ -51,6 +52,13 @@ TEST(Interruption, LongCallsEndWhereTheyAreAskedToAndAreWholeAfterwards) {
        [&](Backend& backend) {
          return numbers(
              backend.least_redundant(layer.tensors(), {.resident = queries, .sinks = 2, .recent = 2, .keep = 50}));
+       }},
+      {"scores by query logits",
+       [&](Backend& backend) {
+         const LayerView view(backend, layer.tensors(), {.prompt = 1200}, {});
+         const Plan plan = ConfiguredPolicy::parse("lru").plans(1).front().plan;
+         const Matrix scores = plan.score.score(view, {});
+         return std::vector<double>(scores.values().begin(), scores.values().end());
        }},
       {"similarity", [&](Backend& backend) { return backend.similarity_row_maxima(layer.tensors().k, 1200); }},
   };

@@ -120,4 +120,10 @@ Cut cut_after(std::span<const double> scores, std::int64_t count) {
   return cut_of({keys.get(), scores.size()}, bounds, count);
 }
 
+void break_ties(std::span<double> counts, std::span<const double> by) {
+  const double unit = 1.0 / static_cast<double>(std::bit_ceil(counts.size() + 1));
+  double behind = static_cast<double>(counts.size());  // tokens that come after this one
+  for (const std::int32_t token : ranked(by)) counts[static_cast<std::size_t>(token)] += --behind * unit;
+}
+
 }  // namespace kvreplay

@@ -21,6 +21,10 @@ std::vector<std::int32_t> ranked(std::span<const double> scores);
 /// All indices by ascending key; of equal keys the lower index comes first.
 std::vector<std::int32_t> ordered(std::span<const std::uint64_t> keys);
 
+/// Adds to each of the whole numbers in `counts` the place of its tie-breaker among all, below 1. Whole numbers below
+/// 2^31 and fractions of as many bits as tokens are numbered by are exact in a double, and so is their order.
+void break_ties(std::span<double> counts, std::span<const double> by);
+
 /// Indices of the `count` best, ascending, each with `first` added; in O(n).
 std::vector<std::int32_t> largest(std::span<const double> scores, std::int64_t count, std::int32_t first = 0);
 

@@ -1,21 +1,17 @@
-#include <algorithm>
-#include <cmath>
 #include <span>
 #include <vector>
 
 #include "policies/arithmetic/ranking.h"
+#include "policies/arithmetic/softmax.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
 namespace {
 
-std::vector<double> softmax(std::span<const double> logits) {
-  const double most = std::ranges::max(logits);
-  std::vector<double> shares;
-  double sum = 0;
-  for (const double logit : logits) sum += shares.emplace_back(std::exp(logit - most));
-  for (double& share : shares) share /= sum;
+std::vector<double> softmax_of(std::span<const double> logits) {
+  std::vector<double> shares(logits.begin(), logits.end());
+  to_softmax(shares);
   return shares;
 }
 
@@ -59,8 +55,8 @@ struct LagKv {
     for (int row = 0; row < scores.rows(); ++row)
       for (int first = before; first < before + (partitions - 1) * lag; first += lag) {
         const auto begin = static_cast<std::size_t>(first);
-        std::vector<double> shares = softmax(of_keys.row(row).subspan(begin, length));
-        const std::vector<double> more = softmax(of_values.row(row).subspan(begin, length));
+        std::vector<double> shares = softmax_of(of_keys.row(row).subspan(begin, length));
+        const std::vector<double> more = softmax_of(of_values.row(row).subspan(begin, length));
         for (std::size_t i = 0; i < length; ++i) shares[i] += more[i];
         int rank = lag;
         for (const std::int32_t i : ranked(shares)) scores(row, first + i) = static_cast<double>(--rank) / lag;

@@ -1,9 +1,6 @@
 #include "policies/scores/attention_counts.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstdint>
-#include <span>
 
 #include "policies/arithmetic/ranking.h"
 #include "policies/plan_part.h"
@@ -28,14 +25,6 @@ const Matrix& window_counts(const LayerView& view, int window, int end) {
   const double queries = view.queries_before(window, end), last = view.queries_before(LayerView::newest, end);
   return view.remember("window_counts", {queries, last},
                        [&] { return view.attention(view.last_queries(window, end), {}, above_uniform); });
-}
-
-/// Adds to each of the whole numbers in `counts` the place of its tie-breaker among all, below 1. Whole numbers below
-/// 2^31 and fractions of as many bits as tokens are numbered by are exact in a double, and so is their order.
-void break_ties(std::span<double> counts, std::span<const double> by) {
-  const double unit = 1.0 / static_cast<double>(std::bit_ceil(counts.size() + 1));
-  double behind = static_cast<double>(counts.size());  // tokens that come after this one
-  for (const std::int32_t token : ranked(by)) counts[static_cast<std::size_t>(token)] += --behind * unit;
 }
 
 }  // namespace

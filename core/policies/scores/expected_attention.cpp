@@ -1,11 +1,10 @@
 #include "policies/scores/expected_attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <span>
 #include <vector>
 
-#include "attention/rope.h"
+#include "policies/arithmetic/softmax.h"
 #include "policies/plan_part.h"
 
 namespace kvreplay {
@@ -25,9 +24,7 @@ const RegisteredPart<ExpectedPart> registered;
 QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView& view) {
   const VectorMoments& queries = view.query_moments(values.sinks);
   const LayerTensors& tensors = view.tensors();
-  // Position of the next query: after all tokens so far, or in the cache slot after all resident tokens.
-  const int next = view.residents().place == Positions::cache ? view.tokens() : view.residents().seen;
-  const MeanRotation turned(tensors.rope, next, values.future);
+  const MeanRotation turned = mean_future_rotation(view, values.future);
   const double scale = tensors.softmax_scale * tensors.rope.attention_scaling;
 
   QuadraticForms logits{.matrices = Matrix(queries.covariance.rows(), queries.covariance.columns()),
@@ -50,21 +47,12 @@ QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView&
   return logits;
 }
 
-/// Replaces logits by their softmax.
-void exponentiate(std::span<double> logits) {
-  if (logits.empty()) return;
-  const double most = std::ranges::max(logits);
-  double sum = 0;
-  for (double& logit : logits) sum += logit = std::exp(logit - most);
-  for (double& weight : logits) weight /= sum;
-}
-
 Matrix scores(const ExpectedAttention& values, const LayerView& view, const Scoring& how) {
   const QuadraticForms logits = expected_logits(values, view);
   Matrix expected = view.in_this_layer([&] { return values_of(logits, view.keys(), view.backend().threads()); });
   const auto sinks = static_cast<std::size_t>(how.sinks);
   for (int head = 0; head < expected.rows(); ++head) {
-    exponentiate(expected.row(head).subspan(sinks));
+    to_softmax(expected.row(head).subspan(sinks));
     for (int j = 0; values.vnorm && j < expected.columns(); ++j)
       expected(head, j) = (expected(head, j) + values.epsilon) * view.value_norms(2.0)(head / view.group(), j);
   }
@@ -95,6 +83,11 @@ Scorer expected_attention_score(const ExpectedAttention& values) {
           .needs = {.all_queries = true, .rope = true},
           .reads_sinks = true,
           .name = name_with_values("expected-attention", values)};
+}
+
+MeanRotation mean_future_rotation(const LayerView& view, int future) {
+  const int next = view.residents().place == Positions::cache ? view.tokens() : view.residents().seen;
+  return {view.tensors().rope, next, future};
 }
 
 }  // namespace kvreplay

@@ -2,6 +2,7 @@
 // arXiv:2510.00636).
 #pragma once
 
+#include "attention/rope.h"
 #include "policies/policy.h"
 
 namespace kvreplay {
@@ -24,5 +25,9 @@ struct ExpectedAttention {
 /// [H, n]: for each query head the softmax of z over all but the protected first tokens, plus epsilon, times |v_j|_2
 /// (`vnorm`); then as the plan groups heads. The protected ones have the largest score of their row.
 Scorer expected_attention_score(const ExpectedAttention& values);
+
+/// R: the mean rotation to the next `future` positions, those after all tokens so far, or with cache positions the next
+/// slots.
+MeanRotation mean_future_rotation(const LayerView& view, int future);
 
 }  // namespace kvreplay

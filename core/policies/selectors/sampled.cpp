@@ -23,6 +23,13 @@ struct SampledPart : Sampled {
 
 const RegisteredPart<SampledPart> registered;
 
+std::uint64_t hash(const Sampled& part, const Row& row, std::int32_t position) {
+  const Residents& residents = row.view->residents();
+  const std::uint64_t of_token = chain(part.seed, row.view->stored_layer(), row.number, position);
+  const bool again = part.weights == SampleWeights::score && residents.added < row.tokens;
+  return again ? mix(of_token ^ static_cast<std::uint64_t>(residents.seen)) : of_token;
+}
+
 Kept sampled(const Sampled& part, const Row& row) {
   const int slots = row.budget - row.sinks - row.recent;
   const int drawn = Amount::fraction(part.share).of(slots);
@@ -35,8 +42,10 @@ Kept sampled(const Sampled& part, const Row& row) {
         row.view->positions(row.number).numbers().subspan(static_cast<std::size_t>(row.sinks));
     std::vector<double> perturbed(candidates);
     for (std::size_t i = 0; i < candidates; ++i) {
-      const double u = uniform(chain(part.seed, row.view->stored_layer(), row.number, positions[i]));
-      perturbed[i] = scores[i] / part.temperature - std::log(-std::log(u));
+      const double u = uniform(hash(part, row, positions[i]));
+      const double log_weight =
+          part.weights == SampleWeights::softmax ? scores[i] / part.temperature : std::log(scores[i]);
+      perturbed[i] = log_weight - std::log(-std::log(u));
     }
     for (const std::int32_t best : chosen)
       perturbed[static_cast<std::size_t>(best)] = -std::numeric_limits<double>::infinity();

@@ -24,15 +24,15 @@ CONTROLS = {
 # ten policies has a colour twice.
 POLICIES = (
     ("snapkv", "keydiff", "ada-kv", "local"),
-    ("h2o", "lagkv", "head-kv", "kivi"),
-    ("chunkkv", "expected-attention", "compactor", "lava"),
-    ("finch", "cur", "pyramid-infer", "hybrid"),
+    ("h2o", "lagkv", "head-kv", "kivi", "r-kv"),
+    ("chunkkv", "expected-attention", "compactor", "lava", "vase"),
+    ("finch", "cur", "pyramid-infer", "hybrid", "keyformer"),
     ("sca", "observed-attention", "duo-attention", "strided", "critical-kv"),
-    ("knorm", "h2o-online", "defensive-kv", "cam-one-shot"),
-    ("tova", "leverage", "simlayerkv", "think"),
+    ("knorm", "h2o-online", "defensive-kv", "cam-one-shot", "lru"),
+    ("tova", "leverage", "simlayerkv", "think", "lfu"),
     ("pyramid-kv", "vatp", "q-filter", "minicache", "native"),
     ("streaming-llm", "scissorhands", "value-norm", "nacl"),
-    ("dynamickv", "caote", "truncate", "quest"),
+    ("dynamickv", "caote", "truncate", "quest", "cap-kv"),
 )
 
 

@@ -1,0 +1,32 @@
+// Logits of single queries over the resident tokens, in float64 on this machine: for scores that are not sums of
+// attention, which a backend computes.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "observables/layer_view.h"
+#include "observables/vector_products.h"
+
+namespace kvreplay {
+
+/// Of the query heads that read one KV head. The view must outlive it.
+class QueryLogits {
+ public:
+  QueryLogits(const LayerView& view, int kv_head);
+
+  /// z(t,j) of the query at position t for the first logits.size() resident tokens, under the softcap; -infinity for
+  /// tokens that the query does not see. With cache positions the query must be resident.
+  void of(int query_head, std::int32_t position, std::span<double> logits) const;
+
+  /// Number of resident tokens up to the last one that the query sees.
+  int end_of_visible(std::int32_t position) const;
+
+ private:
+  const LayerView& view_;
+  std::span<const std::int32_t> positions_;
+  VectorProducts keys_;
+};
+
+}  // namespace kvreplay

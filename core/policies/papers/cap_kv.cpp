@@ -1,0 +1,138 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "observables/cholesky.h"
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+#include "policies/scores/expected_attention.h"
+
+namespace kvreplay {
+namespace {
+
+struct CapKv {
+  static constexpr Card card{
+      .name = "cap-kv",
+      .summary =
+          "Information capacity: leverage scores of the values, weighted by the cosine of the key with the mean future "
+          "query",
+      .paper = "CapKV, arXiv:2604.25975, as in kvpress (CapPress)",
+      .score =
+          "s[h,j] = w_j v_j' A^-1 v_j, group mean; A = I + sum over j of (w_j + epsilon) v_j v_j'; w_j = exp(tau c_j - "
+          "max over j of tau c_j), c_j = cos(R mu, k_j), mu the mean query without RoPE, R the mean rotation to the "
+          "next "
+          "`future` positions",
+      .family = Family::geometry,
+      .other_names = "CapPress",
+  };
+
+  int sinks = 4;
+  double tau = 5;
+  int future = 512;
+  double epsilon = 1e-6;
+  Grouping grouping = {};
+
+  void parameters(Parameters& p) {
+    p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt},
+          "attention sinks: first tokens, always kept; their queries, keys and values are left out");
+    p.add("tau", tau, RealRange{0.0, 1e6}, "factor of the cosines in the exponent of the weights");
+    p.add("future", future, IntRange{.least = 1}, "number of future positions to average over");
+    p.add("epsilon", epsilon, RealRange{0.0, 1.0}, "number added to the weights in the matrix A");
+    grouping.parameters(p);
+  }
+
+  bool is_sink(const LayerView& view, int kv_head, int column) const {
+    return view.positions(kv_head)[column].number < sinks;
+  }
+
+  /// [Hq, n]: w, 0 for sinks.
+  Matrix weights(const LayerView& view) const {
+    Matrix anchors = view.query_moments(sinks).mean;
+    const MeanRotation turned = mean_future_rotation(view, future);
+    for (int head = 0; head < anchors.rows(); ++head) turned.apply(anchors.row(head));
+    const Vectors keys = view.keys();
+    const auto read = [&](int head, int i, std::span<double> key) { keys.read(head / view.group(), i, key); };
+    Matrix weights = cosines({view.query_heads(), keys.count, keys.dim, read}, anchors, view.backend().threads());
+    for (int head = 0; head < weights.rows(); ++head) {
+      const std::span<double> row = weights.row(head);
+      double most = -std::numeric_limits<double>::infinity();
+      for (int j = 0; j < view.tokens(); ++j) {
+        double& exponent = row[static_cast<std::size_t>(j)];
+        exponent = is_sink(view, head / view.group(), j) ? -std::numeric_limits<double>::infinity()
+                                                         : tau * std::clamp(exponent, -1.0, 1.0);
+        most = std::max(most, exponent);
+      }
+      if (std::isfinite(most))
+        for (double& number : row) number = std::exp(number - most);
+      else
+        std::ranges::fill(row, 0.0);
+    }
+    return weights;
+  }
+
+  /// A^-1 of a query head, row by row.
+  Matrix inverse_capacity(const LayerView& view, int head, std::span<const double> weights) const {
+    const Vectors values = view.stored_values();
+    const int kv_head = head / view.group();
+    std::vector<double> value(static_cast<std::size_t>(values.dim));
+    Matrix capacity(values.dim, values.dim);
+    for (int j = 0; j < values.count; ++j) {
+      if (is_sink(view, kv_head, j)) continue;
+      values.read(kv_head, j, value);
+      const double weight = weights[static_cast<std::size_t>(j)] + epsilon;
+      for (std::size_t r = 0; r < value.size(); ++r) {
+        const std::span<double> row = capacity.row(static_cast<int>(r));
+        for (std::size_t c = 0; c < value.size(); ++c) row[c] += weight * value[r] * value[c];
+      }
+    }
+    for (int i = 0; i < values.dim; ++i) capacity(i, i) += 1;
+    std::optional<Matrix> inverse = inverse_of_positive(capacity);
+    if (!inverse) throw Error{Refusal::input, "cap-kv", "the matrix of the values is singular", "smaller values"};
+    return *std::move(inverse);
+  }
+
+  /// [Hq, n]: w_j v_j' A^-1 v_j.
+  Matrix leverages(const LayerView& view) const {
+    const Matrix of_keys = weights(view);
+    const int dim = view.tensors().v.dim;
+    QuadraticForms forms{.matrices = Matrix(view.query_heads(), dim * dim)};
+    view.on_threads(static_cast<std::size_t>(view.query_heads()), [&](std::size_t number) {
+      const auto head = static_cast<int>(number);
+      const Matrix inverse = inverse_capacity(view, head, of_keys.row(head));
+      std::ranges::copy(inverse.values(), forms.matrices.row(head).begin());
+    });
+    Matrix all = values_of(forms, view.stored_values(), view.backend().threads());
+    for (std::size_t i = 0; i < all.values().size(); ++i) all.values()[i] *= of_keys.values()[i];
+    return all;
+  }
+
+  /// Sinks have the largest score of their row.
+  Matrix score(const LayerView& view, const Scoring& how) const {
+    Matrix scores = how.grouping(view.in_this_layer([&] { return leverages(view); }), view.group());
+    for (int row = 0; row < scores.rows(); ++row) {
+      const double most = std::ranges::max(scores.row(row));
+      const int kv_head = row * view.kv_heads() / scores.rows();
+      for (int j = 0; j < scores.columns(); ++j)
+        if (is_sink(view, kv_head, j)) scores(row, j) = most;
+    }
+    return scores;
+  }
+
+  Plan plan() const {
+    return {
+        .grouping = grouping,
+        .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
+                  .needs = {.all_queries = true, .rope = true},
+                  .name = name_with_values(card.name, *this)},
+        .protect = {.sinks = sinks},
+    };
+  }
+};
+
+const Registered<CapKv> registered;
+
+}  // namespace
+}  // namespace kvreplay

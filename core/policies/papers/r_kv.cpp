@@ -1,0 +1,126 @@
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "observables/vector_products.h"
+#include "policies/arithmetic/pooling.h"
+#include "policies/arithmetic/softmax.h"
+#include "policies/plan_part.h"
+#include "policies/policy.h"
+#include "policies/scores/prefix_attention.h"
+
+namespace kvreplay {
+namespace {
+
+double square_of(std::span<const double> vector) {
+  return std::inner_product(vector.begin(), vector.end(), vector.begin(), 0.0);
+}
+
+struct Similar {
+  int key = 0;
+  double cosine = 0;
+};
+
+/// The last key j != i with a cosine above the threshold. Where there is none, key 0, as in the authors' code: with
+/// cosine 0 for i = 0.
+Similar last_similar(const VectorProducts& directions, std::span<const double> direction, int i, double threshold) {
+  constexpr int block = 16;
+  double cosines[block];
+  for (int end = directions.count(); end > 0; end -= block) {
+    const int begin = std::max(0, end - block);
+    directions.with(direction, begin, std::span(cosines).first(static_cast<std::size_t>(end - begin)));
+    for (int j = end; j-- > begin;)
+      if (j != i && cosines[j - begin] > threshold) return {j, cosines[j - begin]};
+  }
+  return {0, i == 0 ? 0.0 : cosines[0]};
+}
+
+struct RKv {
+  static constexpr Card card{
+      .name = "r-kv",
+      .summary =
+          "Redundancy-aware: attention of the observation window to the tokens before it, minus the similarity of a "
+          "key to the other keys",
+      .paper = "Cai et al. 2025, R-KV, arXiv:2505.24133",
+      .score =
+          "s[h,j] = lambda pool_j(mean over the window's queries t of softmax_j(max over the group of q_t k_j)) - (1 - "
+          "lambda) softmax_j(mean over i of C_ij); C_ij = cos(k_i, k_j), 0 for i = j and for the last j of row i above "
+          "`threshold`",
+      .family = Family::attention,
+  };
+
+  int window = 8;
+  int kernel = 7;
+  double lambda = 0.07;
+  double threshold = 0.5;
+
+  void parameters(Parameters& p) {
+    p.add("window", window, IntRange{.least = 1},
+          "observation window: its queries score the prompt, its tokens are always kept");
+    const auto read = p.of_part("score");
+    p.add("kernel", kernel, IntRange{.least = 1, .odd = true}, "width of the max pooling");
+    p.add("lambda", lambda, RealRange{0.0, 1.0}, "weight of the attention; 1 - lambda is that of the similarity");
+    p.add("threshold", threshold, RealRange{-1.0, 1.0},
+          "in the row of each key, the last key that is more similar than this does not count as redundant");
+  }
+
+  /// Of a KV head, softmax over j of the mean over i of C_ij. The sum over i of all cosines with key j is the product
+  /// of j with the sum of the directions, so only the entries that do not count are looked for.
+  void redundancy(const LayerView& view, int kv_head, std::span<double> shares) const {
+    VectorProducts directions(view.keys(), kv_head);
+    std::vector<double> key(static_cast<std::size_t>(view.tensors().k.dim)), sum(key.size());
+    std::vector<double> squares;
+    for (int j = 0; j < view.tokens(); ++j) {
+      directions.read(j, key);
+      directions.divide(j, std::sqrt(square_of(key)) + 1e-8);
+      directions.read(j, key);
+      squares.push_back(square_of(key));
+      std::ranges::transform(sum, key, sum.begin(), std::plus());
+    }
+    directions.with(sum, 0, shares);
+    for (int i = 0; i < view.tokens() && !view.backend().interruption().ended(); ++i) {
+      shares[static_cast<std::size_t>(i)] -= squares[static_cast<std::size_t>(i)];
+      directions.read(i, key);
+      const auto [other, cosine] = last_similar(directions, key, i, threshold);
+      shares[static_cast<std::size_t>(other)] -= cosine;
+    }
+    for (double& share : shares) share /= view.tokens();
+    to_softmax(shares);
+  }
+
+  Matrix score(const LayerView& view, const Scoring& how) const {
+    const auto heads = static_cast<std::size_t>(view.kv_heads());
+    const Matrix& redundancies = view.remember("key_redundancy", {threshold}, [&] {
+      Matrix rows(view.kv_heads(), view.tokens());
+      view.on_threads(heads,
+                      [&](std::size_t h) { redundancy(view, static_cast<int>(h), rows.row(static_cast<int>(h))); });
+      return rows;
+    });
+    Matrix scores = pooled(PrefixAttention{.window = window, .group_first = true}(view, how), Pool::max, kernel,
+                           candidates_of(view.tokens(), how));
+    for (std::size_t i = 0; i < scores.values().size(); ++i)
+      scores.values()[i] = lambda * scores.values()[i] - (1 - lambda) * redundancies.values()[i];
+    return scores;
+  }
+
+  Plan plan() const {
+    return {
+        .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
+                  .needs = last_queries(window),
+                  .reads_recent = true,
+                  .reads_sinks = true,
+                  .places_window = true,
+                  .quadratic = true,
+                  .name = name_with_values(card.name, *this)},
+        .protect = {.recent = Amount::tokens(window)},
+    };
+  }
+};
+
+const Registered<RKv> registered;
+
+}  // namespace
+}  // namespace kvreplay
