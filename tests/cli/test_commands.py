@@ -19,13 +19,13 @@ from program import PROGRAM, done, kvreplay
 from kvreplay.trace import Trace, TraceWriter
 
 POLICIES = set(
-    "ada-kv cam-one-shot cap-kv caote chunkkv compactor critical-kv cur defensive-kv duo-attention dynamickv "
-    "expected-attention finch full h2o h2o-online head-kv hybrid keydiff keyformer kivi knorm lagkv lava leverage lfu "
-    "local lru minicache nacl native observed-attention oracle pyramid-infer pyramid-kv q-filter quest r-kv random "
-    "random-twin sca scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm vase "
-    "vatp".split()
+    "ada-kv cam-one-shot caote cap-kv chunkkv compactor critical-kv cur defensive-kv dms duo-attention dynamickv "
+    "expected-attention finch full h2o h2o-online head-kv hybrid keydiff keyformer kivi knorm kvcrush lagkv lava "
+    "leverage lfu local lru minicache nacl native observed-attention oracle pyramid-infer pyramid-kv q-filter quest "
+    "r-kv random random-twin sca scissorhands simlayerkv snapkv streaming-llm strided think tova truncate value-norm "
+    "vase vatp".split()
 )
-ASK_FOR_MORE = {"critical-kv", "head-kv", "random-twin"}  # the model's output projections, a table, and a policy
+ASK_FOR_MORE = {"critical-kv", "dms", "head-kv", "random-twin"}  # output projections, a threshold, a table, a policy
 COMMANDS = set(
     "doctor synth info validate convert replay show diff policies new-policy metrics completion help".split()
 )

@@ -13,7 +13,7 @@ from program import done, kvreplay
 
 BUDGETS = ["-b", "0.1,0.5"]
 NEEDS = {"finch": ":question=last,question_tokens=4", "random-twin": ":of=(h2o)"}
-WITHOUT = {"head-kv": "needs a table of the model's heads"}
+WITHOUT = {"head-kv": "needs a table of the model's heads", "dms": "needs a threshold"}
 # Kinds of traces, and what their logits are multiplied with: parts of rows lie beyond float32, more and more of them.
 LOGITS = [("needle", 2), ("sinks", 8), ("gaussian", 15), ("sinks", 60), ("gaussian", 3000)]
 

@@ -30,6 +30,7 @@ CHUNKS = "select=chunks,chunk=20,window_mode=whole"
 
 CASES = (
     Case("CapPress(R)", "cap-kv"),
+    Case("DMSPress(KeyDiffPress(), threshold=-R)", "dms:base=(keydiff),threshold=-{ratio}"),
     Case("CapPress(R, tau=2.0, n_sink=8, n_future_positions=64)", "cap-kv:tau=2,sinks=8,future=64"),
     Case("CompactorPress(R)", f"compactor:sketch={SKETCH}"),
     Case("CriticalKVPress(SnapKVPress(R))", f"critical-kv:base=({SNAPKV})"),
@@ -92,7 +93,6 @@ NOT_COMPARED = {
     "CriticalAdaKVPress": "allocates a layer's budget by the scores of its inner press; critical-kv with "
     "allocate=ranked-layer uses its own scores",
     "DecodingPress": WHILE_DECODING,
-    "DMSPress": "no policy has a threshold of scores",
     "EntropyGatedChunkKVPress": "no policy implements its rule",
     "ExpectedAttentionStatsPress": "reads query statistics of another text, published for some models",
     "FastKVzipPress": "scores by a trained network",

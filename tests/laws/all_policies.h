@@ -13,6 +13,7 @@ inline std::vector<std::string> all_policies() {
   std::vector<std::string> all = policies().names();
   // What no trace of these tests has: a table of its heads, an output projection.
   std::erase(all, "head-kv");
+  std::erase(all, "dms");  // it has no threshold of its own
   std::erase(all, "critical-kv");
   // It is one of another policy.
   std::erase(all, "random-twin");
@@ -133,6 +134,10 @@ inline std::vector<std::string> all_policies() {
            "lfu:recent=0.25,schedule=every(13),store=cache",
            "keyformer:recent=3,tau=2,seed=1,heads=query",
            "keyformer:gap=true",
+           "kvcrush:window=2,page=3,ratio=0.5,anchor=random,seed=2",
+           "kvcrush:window=3,page=2,ratio=1,anchor=alternating,heads=layer,schedule=every(19)",
+           "dms:base=(knorm),threshold=-4,recent=5",
+           "dms:base=(expected-attention:sinks=2),threshold=0.01,recent=1,heads=layer",
            "oracle:counts=(chunkkv:fill=tokens,window=2,chunk=3),free=chunks",
            "oracle:counts=(snapkv:window=2,select=chunks,allocate=pyramid),free=chunks",
            "oracle:counts=(dynamickv:window=2,heads=query),free=heads",

@@ -54,6 +54,7 @@ std::string sized(const std::string& part) {
 /// And what a policy cannot do without.
 std::string given(const std::string& policy) {
   static const TemporaryFile table(npy(dictionary("<f8", "(2, 4)"), numbers<double>({1, 2, 3, 4, 4, 3, 2, 1})));
+  if (policy == "dms") return policy + ":base=(knorm),threshold=-4,recent=4";
   if (policy == "head-kv") return policy + ":table=" + table.path();
   if (policy == "critical-kv") return policy + ":wo=none";
   if (policy == "random-twin") return policy + ":of=(h2o)";

@@ -1,5 +1,6 @@
 // Laws of single policies: what makes each of them itself, and where two of them are one.
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -128,6 +129,60 @@ TEST_F(LawsOfPapers, WithoutWhatSetsThemApartSomePoliciesAreOthers) {
     expect_same_sets("nacl:random=0,question=last,question_tokens=8", "snapkv:pool=none", budget);
     expect_same_sets("simlayerkv:threshold=0,sinks=4,recent=6", "random:heads=layer,sinks=4,window=6", 10);
   }
+}
+
+TEST_F(LawsOfPapers, DmsKeepsTheRecentWindowAndWhatScoresAtLeastTheThreshold) {
+  constexpr int recent = 20;
+  const std::vector<std::int32_t> eval{90};
+  const std::unique_ptr<Backend> backend = tested_backend(1);
+  const auto key_length = [&](int l, int head, int j) {
+    const LayerTensors tensors = trace().layer(l);
+    return LayerView(*backend, tensors, {.prompt = prompt}, eval).key_norms(2)(head, j);
+  };
+  const double least = -key_length(1, 0, 30);
+  const RecordedRun run = record(trace(), {fmt::format("dms:base=(knorm),threshold={},recent=20", least)}, 12);
+  for (int l = 0; l < layers; ++l) {
+    const KeptSet& set = run.selections.at({0, l}).set;
+    for (int head = 0; head < 2; ++head)
+      for (int j = 0; j < prompt; ++j)
+        EXPECT_EQ(set.keeps(head, j), j >= prompt - recent || -key_length(l, head, j) >= least) << l << ", " << j;
+  }
+  expect_same_sets("dms:base=(knorm),threshold=1000", "full", 12);  // 90 tokens are fewer than its window of 128
+  expect_same_sets("dms:base=(knorm),threshold=1000,recent=9", "local", 9);
+}
+
+TEST_F(LawsOfPapers, DmsScoresBesideTheTokensThatItsBaseProtects) {
+  // The observation window of 4 tokens is not pooled; the recent window of 9 is.
+  const LayerTensors tensors = trace().layer(0);
+  const std::vector<std::int32_t> eval{90};
+  const std::unique_ptr<Backend> backend = tested_backend(1);
+  const LayerView view(*backend, tensors, {.prompt = prompt}, eval);
+  const Plan plan = ConfiguredPolicy::parse("snapkv:window=4,kernel=5,pool=avg").plans(1).front().plan;
+  const Matrix scores = plan.score.score(view, {.recent = 4});
+  const double least = scores(0, prompt - 10);
+  const RecordedRun kept =
+      record(trace(), {fmt::format("dms:base=(snapkv:window=4,kernel=5,pool=avg),threshold={},recent=9", least)}, 30);
+  for (int j = 0; j < prompt; ++j)
+    EXPECT_EQ(kept.selections.at({0, 0}).set.keeps(0, j), j >= prompt - 9 || scores(0, j) >= least) << j;
+}
+
+TEST_F(LawsOfPapers, DmsNeedsAThresholdAndScoresThatDoNotDependOnABudget) {
+  const auto refusal = [](const std::string& policy) -> std::string {
+    try {
+      ConfiguredPolicy::parse(policy).plans(2);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(
+      refusal("dms"),
+      "dms:base: no policy: expected base=(POLICY),threshold=NUMBER, as in base=(knorm),threshold=-20, found none");
+  EXPECT_EQ(refusal("dms:base=(knorm)").substr(0, 27), "dms:threshold: no threshold");
+  for (const char* base : {"compactor", "vase", "chunkkv", "ada-kv", "h2o-online", "local", "full"})
+    EXPECT_EQ(refusal(std::string("dms:threshold=0,base=(") + base + ")").substr(0, 59),
+              "dms:base: the base policy has no scores apart from a budget")
+        << base;
 }
 
 TEST_F(LawsOfPapers, SimLayerKvKeepsAllWhereFirstAndRecentTokensHaveLessThanTheThreshold) {

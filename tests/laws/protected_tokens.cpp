@@ -33,6 +33,7 @@ const Trace& trace() {
 /// With what a policy cannot do without.
 std::string sized(const std::string& policy) {
   static const TemporaryFile table(npy(dictionary("<f8", "(3, 4)"), numbers<double>(std::vector<double>(12, 1.0))));
+  if (policy == "dms") return policy + ":base=(knorm),threshold=-4,recent=4";
   if (policy == "head-kv") return policy + ":table=" + table.path() + ",window=4";
   if (policy == "critical-kv") return policy + ":wo=none";
   if (policy == "random-twin") return policy + ":of=(h2o)";

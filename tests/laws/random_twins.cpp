@@ -37,6 +37,7 @@ const Trace& trace() {
 std::string sized(const std::string& policy) {
   static const TemporaryFile table(
       npy(dictionary("<f8", "(3, 4)"), numbers<double>({4, 1, 2, 1, 1, 3, 1, 1, 2, 2, 1, 1})));
+  if (policy == "dms") return policy + ":base=(knorm),threshold=-4,recent=4";
   if (policy == "head-kv") return policy + ":table=" + table.path() + ",window=4";
   if (policy == "critical-kv") return policy + ":wo=none";
   return policy;

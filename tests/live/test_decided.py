@@ -23,7 +23,7 @@ from kvreplay.live.decided import Replayed, _Recording, decide, decided_live
 from kvreplay.results import Run, TraceFacts
 
 SCHEDULES = ("every(16)", "threshold(0.6,0.3)", "rolling")
-NEEDS_A_TABLE = {"head-kv"}
+NEEDS_A_VALUE = {"dms", "head-kv"}
 FEW = (
     "h2o:recent=4,schedule=every(16)", "knorm:schedule=every(16)", "knorm:schedule=threshold(0.6,0.3)",
     "snapkv:window=4,kernel=3,schedule=every(7)",
@@ -57,7 +57,7 @@ def during_prefill() -> list[str]:
     for name in REGISTERED:
         for words in ("", *(f":schedule={schedule}" for schedule in SCHEDULES)):
             try:
-                if name not in NEEDS_A_TABLE and decision_and_store(name + words, 4)[0] == "during-prefill":
+                if name not in NEEDS_A_VALUE and decision_and_store(name + words, 4)[0] == "during-prefill":
                     found.append(name + words)
             except kv.Error:
                 continue  # it does not accept that schedule

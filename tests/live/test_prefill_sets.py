@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "build" / "model" / "smollm2-135m-instruct.gguf"
 LAYERS = 4
 BUDGETS = (12, 24, 48)
-NEEDS_A_TABLE = {"head-kv"}
+NEEDS_A_VALUE = {"dms", "head-kv"}
 TEXTS = {"random-twin": "random-twin:of=(snapkv)"}  # of policies that are not meant by their name alone
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is chosen", "ignore:.*is chosen")
-EVERY = [TEXTS.get(name, name) for name in REGISTERED if name not in NEEDS_A_TABLE]
+EVERY = [TEXTS.get(name, name) for name in REGISTERED if name not in NEEDS_A_VALUE]
 AFTER_PREFILL = [one for one in EVERY if decision_and_store(one, LAYERS)[0] == "after-prefill"]
 
 

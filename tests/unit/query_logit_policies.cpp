@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "attention_reference.h"
 #include "policies/text/configured.h"
 
@@ -287,6 +289,66 @@ TEST_F(QueryLogitPolicies, OfCachePositionsReadQueriesAtTheirSlots) {
     for (std::size_t i = 0; i < shares.size(); ++i) expected[i] += shares[i] / 2;
   }
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(found(0, static_cast<int>(i)), expected[i], 1e-6) << i;
+}
+
+/// A layer whose window attention, of one query after 12 tokens, is in proportion to `weights` [2][12].
+class Representatives : public ::testing::Test {
+ protected:
+  static constexpr int tokens = 13;
+
+  std::vector<std::int32_t> kept(const std::string& policy, int row, int budget) const {
+    RandomTensor q(2, tokens, 1, DType::float32, 0.0, 1), k(2, tokens, 1, DType::float32, 0.0, 1);
+    for (int head = 0; head < 2; ++head) {
+      q.set(head, tokens - 1, 0, 1);
+      for (int j = 0; j < tokens - 1; ++j)
+        k.set(head, j, 0,
+              static_cast<float>(std::log(weights[static_cast<std::size_t>(head)][static_cast<std::size_t>(j)])));
+    }
+    const LayerTensors tensors{.q = q.view(), .k = k.view(), .v = k.view(), .query_positions = {}, .rope = {}};
+    const std::vector<std::int32_t> eval{tokens - 1};
+    const std::unique_ptr<Backend> backend = tested_backend(1);
+    const LayerView view(*backend, tensors, {.prompt = tokens}, eval);
+    const Plan plan = ConfiguredPolicy::parse(policy).plans(1).front().plan;
+    const Protection::Clamped by_rule = plan.protect.within(budget, tokens, {});
+    const Matrix all = plan.score.score(
+        view, {.grouping = plan.grouping, .recent = by_rule.recent, .budget = budget, .sinks = by_rule.sinks});
+    return plan.select({all.row(row), tokens, budget, by_rule.sinks, by_rule.recent, &view, row}).positions;
+  }
+
+  // Pages of two tokens. The better half is 0 1 3 6 7 9 in the first head, and 1 2 3 4 9 10 in the second. Bits, token
+  // by token: 1011 0111 0100 1010 0011 0100; their majority is 0010, since a tie counts as 0.
+  const std::vector<Numbers> weights{{20, 19, 1, 8, 2, 3, 12, 11, 3.5, 9, 2.5, 1.5},
+                                     {1, 9.1, 8, 9.2, 9.3, 2, 1.1, 3, 2.1, 9.4, 9.5, 1.2}};
+};
+
+TEST_F(Representatives, ArePagesAtEqualStepsOfTheirDistanceToTheAnchor) {
+  // Page sums of the first head: 39 9 5 23 12.5 4. The window has 1 of 8 slots, representatives 4, the best pages 3:
+  // tokens 0, 1 and 6. Of the pages 1 2 4 5 every second one, by distance, is a representative.
+  using Kept = std::vector<std::int32_t>;
+  const std::string policy = "kvcrush:window=1,page=2,ratio=0.6,anchor=";
+  EXPECT_EQ(kept(policy + "zeros", 0, 8), (Kept{0, 1, 4, 5, 6, 8, 9, 12})) << "distances 3 1 2 1";
+  EXPECT_EQ(kept(policy + "ones", 0, 8), (Kept{0, 1, 2, 3, 4, 5, 6, 12})) << "distances 1 3 2 3";
+  EXPECT_EQ(kept(policy + "mean", 0, 8), (Kept{0, 1, 4, 5, 6, 8, 9, 12})) << "distances 2 2 1 2";
+  EXPECT_EQ(kept(policy + "alternating", 0, 8), (Kept{0, 1, 2, 3, 6, 10, 11, 12})) << "distances 1 1 2 1";
+  // Page sums 10.1 17.2 11.3 4.1 11.5 10.7: tokens 2, 3 and 8; the pages 0 2 3 5 remain.
+  EXPECT_EQ(kept(policy + "zeros", 1, 8), (Kept{2, 3, 4, 5, 6, 7, 8, 12})) << "distances 3 1 2 1";
+  EXPECT_EQ(kept(policy + "mean", 1, 8), (Kept{2, 3, 4, 5, 6, 7, 8, 12})) << "distances 2 2 1 2";
+  // One row: bits 11 01 00 01 01 10, tokens 0, 1 and 2, then every second of the pages 2 3 4 5.
+  EXPECT_EQ(kept(policy + "zeros,heads=layer", 0, 8), (Kept{0, 1, 2, 4, 5, 8, 9, 12})) << "distances 0 1 1 1";
+}
+
+TEST_F(Representatives, LeaveSlotsThatTheBestPagesFill) {
+  // Pages 0-4, 5-9 and 10-11: the short page is no representative.
+  EXPECT_EQ(kept("kvcrush:window=1,page=5,ratio=1", 0, 12),
+            (std::vector<std::int32_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12}));
+  EXPECT_EQ(kept("kvcrush:window=1,page=5,ratio=0", 0, 4), (std::vector<std::int32_t>{0, 1, 2, 12}));
+}
+
+TEST_F(Representatives, ARandomAnchorDependsOnTheSeed) {
+  std::set<std::vector<std::int32_t>> all;
+  for (int seed = 0; seed < 8; ++seed)
+    all.insert(kept("kvcrush:window=1,page=2,ratio=0.6,anchor=random,seed=" + std::to_string(seed), 0, 8));
+  EXPECT_GT(all.size(), 1U);
 }
 
 }  // namespace

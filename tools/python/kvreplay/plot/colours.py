@@ -23,7 +23,7 @@ CONTROLS = {
 # The policies of each colour. The ten that figures draw most are the first of their colours, and no family of at most
 # ten policies has a colour twice.
 POLICIES = (
-    ("snapkv", "keydiff", "ada-kv", "local"),
+    ("snapkv", "keydiff", "ada-kv", "local", "kvcrush"),
     ("h2o", "lagkv", "head-kv", "kivi", "r-kv"),
     ("chunkkv", "expected-attention", "compactor", "lava", "vase"),
     ("finch", "cur", "pyramid-infer", "hybrid", "keyformer"),
@@ -31,7 +31,7 @@ POLICIES = (
     ("knorm", "h2o-online", "defensive-kv", "cam-one-shot", "lru"),
     ("tova", "leverage", "simlayerkv", "think", "lfu"),
     ("pyramid-kv", "vatp", "q-filter", "minicache", "native"),
-    ("streaming-llm", "scissorhands", "value-norm", "nacl"),
+    ("streaming-llm", "scissorhands", "value-norm", "nacl", "dms"),
     ("dynamickv", "caote", "truncate", "quest", "cap-kv"),
 )
 
