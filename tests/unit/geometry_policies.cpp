@@ -296,6 +296,8 @@ TEST_P(ScoresOf, ExpectedAttentionIsThatOfGaussianQueriesAtTheNextPositions) {
 TEST_P(ScoresOf, CapKvIsTheLeverageOfValuesWeightedByTheDirectionOfFutureQueries) {
   const auto expected = [&](const LayerView& of, int sinks, double tau, double epsilon, int future) {
     const int seen = of.residents().seen, next = &of == &view ? seen : of.tokens();
+    const auto first =
+        static_cast<int>(std::ranges::count_if(of.positions(0).numbers(), [&](int j) { return j < sinks; }));
     Matrix per_head(4, of.tokens());
     for (int head = 0; head < 4; ++head) {
       Numbers anchor(dim);
@@ -314,7 +316,7 @@ TEST_P(ScoresOf, CapKvIsTheLeverageOfValuesWeightedByTheDirectionOfFutureQueries
         const Numbers key = layer.rotated(layer.k.row(head / 2, position), &of == &view ? 0 : j - position);
         const double cosine =
             std::inner_product(key.begin(), key.end(), anchor.begin(), 0.0) / length(key) / length(anchor);
-        weights.push_back(position < sinks ? -HUGE_VAL : tau * cosine);
+        weights.push_back(j < first ? -HUGE_VAL : tau * cosine);
         values.push_back(layer.v.row(head / 2, position));
       }
       const double most = std::ranges::max(weights);
@@ -335,8 +337,7 @@ TEST_P(ScoresOf, CapKvIsTheLeverageOfValuesWeightedByTheDirectionOfFutureQueries
     }
     Matrix scores = Grouping{}(per_head, 2);
     for (int row = 0; row < 2; ++row)
-      for (int j = 0; j < of.tokens(); ++j)
-        if (of.positions(row)[j].number < sinks) scores(row, j) = std::ranges::max(scores.row(row));
+      for (int j = 0; j < first; ++j) scores(row, j) = std::ranges::max(scores.row(row));
     return scores;
   };
   expect_near(scores("cap-kv:sinks=3,tau=2,epsilon=0.1,future=5"), expected(view, 3, 2, 0.1, 5), 1e-9);

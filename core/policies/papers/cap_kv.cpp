@@ -44,12 +44,8 @@ struct CapKv {
     grouping.parameters(p);
   }
 
-  bool is_sink(const LayerView& view, int kv_head, int column) const {
-    return view.positions(kv_head)[column].number < sinks;
-  }
-
-  /// [Hq, n]: w, 0 for sinks.
-  Matrix weights(const LayerView& view) const {
+  /// [Hq, n]: w, 0 for the first `protected_sinks` tokens.
+  Matrix weights(const LayerView& view, int protected_sinks) const {
     Matrix anchors = view.query_moments(sinks).mean;
     const MeanRotation turned = mean_future_rotation(view, future);
     for (int head = 0; head < anchors.rows(); ++head) turned.apply(anchors.row(head));
@@ -57,30 +53,22 @@ struct CapKv {
     const auto read = [&](int head, int i, std::span<double> key) { keys.read(head / view.group(), i, key); };
     Matrix weights = cosines({view.query_heads(), keys.count, keys.dim, read}, anchors, view.backend().threads());
     for (int head = 0; head < weights.rows(); ++head) {
-      const std::span<double> row = weights.row(head);
+      const std::span<double> row = weights.row(head), scored = row.subspan(static_cast<std::size_t>(protected_sinks));
+      std::ranges::fill(row.first(row.size() - scored.size()), 0.0);
       double most = -std::numeric_limits<double>::infinity();
-      for (int j = 0; j < view.tokens(); ++j) {
-        double& exponent = row[static_cast<std::size_t>(j)];
-        exponent = is_sink(view, head / view.group(), j) ? -std::numeric_limits<double>::infinity()
-                                                         : tau * std::clamp(exponent, -1.0, 1.0);
-        most = std::max(most, exponent);
-      }
-      if (std::isfinite(most))
-        for (double& number : row) number = std::exp(number - most);
-      else
-        std::ranges::fill(row, 0.0);
+      for (double& exponent : scored) most = std::max(most, exponent = tau * std::clamp(exponent, -1.0, 1.0));
+      for (double& number : scored) number = std::exp(number - most);
     }
     return weights;
   }
 
   /// A^-1 of a query head, row by row.
-  Matrix inverse_capacity(const LayerView& view, int head, std::span<const double> weights) const {
+  Matrix inverse_capacity(const LayerView& view, int protected_sinks, int head, std::span<const double> weights) const {
     const Vectors values = view.stored_values();
     const int kv_head = head / view.group();
     std::vector<double> value(static_cast<std::size_t>(values.dim));
     Matrix capacity(values.dim, values.dim);
-    for (int j = 0; j < values.count; ++j) {
-      if (is_sink(view, kv_head, j)) continue;
+    for (int j = protected_sinks; j < values.count; ++j) {
       values.read(kv_head, j, value);
       const double weight = weights[static_cast<std::size_t>(j)] + epsilon;
       for (std::size_t r = 0; r < value.size(); ++r) {
@@ -95,13 +83,13 @@ struct CapKv {
   }
 
   /// [Hq, n]: w_j v_j' A^-1 v_j.
-  Matrix leverages(const LayerView& view) const {
-    const Matrix of_keys = weights(view);
+  Matrix leverages(const LayerView& view, int protected_sinks) const {
+    const Matrix of_keys = weights(view, protected_sinks);
     const int dim = view.tensors().v.dim;
     QuadraticForms forms{.matrices = Matrix(view.query_heads(), dim * dim)};
     view.on_threads(static_cast<std::size_t>(view.query_heads()), [&](std::size_t number) {
       const auto head = static_cast<int>(number);
-      const Matrix inverse = inverse_capacity(view, head, of_keys.row(head));
+      const Matrix inverse = inverse_capacity(view, protected_sinks, head, of_keys.row(head));
       std::ranges::copy(inverse.values(), forms.matrices.row(head).begin());
     });
     Matrix all = values_of(forms, view.stored_values(), view.backend().threads());
@@ -111,13 +99,9 @@ struct CapKv {
 
   /// Sinks have the largest score of their row.
   Matrix score(const LayerView& view, const Scoring& how) const {
-    Matrix scores = how.grouping(view.in_this_layer([&] { return leverages(view); }), view.group());
-    for (int row = 0; row < scores.rows(); ++row) {
-      const double most = std::ranges::max(scores.row(row));
-      const int kv_head = row * view.kv_heads() / scores.rows();
-      for (int j = 0; j < scores.columns(); ++j)
-        if (is_sink(view, kv_head, j)) scores(row, j) = most;
-    }
+    Matrix scores = how.grouping(view.in_this_layer([&] { return leverages(view, how.sinks); }), view.group());
+    for (int row = 0; row < scores.rows(); ++row)
+      std::ranges::fill(scores.row(row).first(static_cast<std::size_t>(how.sinks)), std::ranges::max(scores.row(row)));
     return scores;
   }
 
@@ -126,6 +110,7 @@ struct CapKv {
         .grouping = grouping,
         .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
                   .needs = {.all_queries = true, .rope = true},
+                  .reads_sinks = true,
                   .name = name_with_values(card.name, *this)},
         .protect = {.sinks = sinks},
     };

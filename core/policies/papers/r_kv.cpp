@@ -100,7 +100,7 @@ struct RKv {
       return rows;
     });
     Matrix scores = pooled(PrefixAttention{.window = window, .group_first = true}(view, how), Pool::max, kernel,
-                           candidates_of(view.tokens(), how));
+                           Candidates(view.tokens() - how.recent));
     for (std::size_t i = 0; i < scores.values().size(); ++i)
       scores.values()[i] = lambda * scores.values()[i] - (1 - lambda) * redundancies.values()[i];
     return scores;
@@ -111,7 +111,6 @@ struct RKv {
         .score = {.score = [*this](const LayerView& view, const Scoring& how) { return score(view, how); },
                   .needs = last_queries(window),
                   .reads_recent = true,
-                  .reads_sinks = true,
                   .places_window = true,
                   .quadratic = true,
                   .name = name_with_values(card.name, *this)},
