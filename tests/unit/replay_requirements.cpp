@@ -195,11 +195,12 @@ TEST_F(WithoutRope, WhatUnrotatesIsRefusedInFront) {
     }
     return "accepted";
   };
-  for (const std::string policy : {"leverage", "compactor", "expected-attention"})
+  for (const std::string policy : {"leverage", "compactor", "expected-attention", "cap-kv"})
     EXPECT_EQ(refusal_of(policy), file("norope.h5").string() +
                                       ":/model/rope: RoPE of keys and queries cannot be undone for " + policy +
                                       ": expected the RoPE frequencies of the model, found none");
-  for (const char* policy : {"knorm", "value-norm", "keydiff", "cur", "lagkv"})
+  for (const char* policy :
+       {"knorm", "value-norm", "keydiff", "cur", "lagkv", "r-kv", "vase", "kvcrush", "keyformer", "lru", "lfu"})
     EXPECT_EQ(refusal_of(policy), "accepted") << policy;
 }
 
