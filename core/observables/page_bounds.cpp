@@ -29,6 +29,25 @@ Matrix page_bounds(const TensorView& keys, int tokens, int page, int threads) {
   return bounds;
 }
 
+Matrix page_means(const Vectors& vectors, int page, int threads) {
+  const int pages = (vectors.count + page - 1) / page;
+  const auto dim = static_cast<std::size_t>(vectors.dim);
+  Matrix means(vectors.heads, pages * vectors.dim);
+  all_side_by_side(threads, static_cast<std::size_t>(vectors.heads), [&](std::size_t head) {
+    std::vector<double> vector(dim);
+    for (int i = 0; i < vectors.count; ++i) {
+      vectors.read(static_cast<int>(head), i, vector);
+      const int first = i / page * page, size = std::min(page, vectors.count - first);
+      const std::span<double> mean =
+          means.row(static_cast<int>(head)).subspan(static_cast<std::size_t>(i / page) * dim, dim);
+      for (std::size_t c = 0; c < dim; ++c) mean[c] += vector[c];
+      if (i == first + size - 1)
+        for (double& number : mean) number /= size;
+    }
+  });
+  return means;
+}
+
 std::vector<double> page_scores(std::span<const double> query, std::span<const double> bounds) {
   const std::size_t dim = query.size();
   std::vector<double> scores(bounds.size() / (2 * dim));

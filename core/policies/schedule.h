@@ -56,6 +56,9 @@ struct LayerReads {
   double bytes = 0;                      // that are held for it, beside keys and values
 };
 
+/// What each query of a schedule with sparse reads ranks, to read the best of it.
+enum class ScoredUnit { none, token, page };
+
 /// Every plan has one, which many plans may share.
 class Schedule {
  public:
@@ -89,6 +92,8 @@ class Schedule {
 
   /// The sets of a layer. Throws what check() would, and what `poll` throws.
   virtual LayerSelection run(const ScheduledLayer&) const;
+  /// Of schedules that decide nothing: `none` where the trace says what a query reads.
+  virtual ScoredUnit scored_unit() const { return ScoredUnit::none; }
   /// Of schedules that decide nothing. `budget`: tokens of the prompt that a query may read, less than P.
   virtual LayerReads reads(const LayerView&, int /*budget*/) const { return {}; }
 };

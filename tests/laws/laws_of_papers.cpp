@@ -612,6 +612,26 @@ TEST_F(LawsOfPapers, QuestHoldsAllAndReadsPages) {
   EXPECT_GT(both.selections.at({1, 1}).seen_by(prompt).count(0), 30);
 }
 
+TEST_F(LawsOfPapers, SparseReadsOfPagesOfOneTokenAreThoseOfTheOracle) {
+  const RecordedRun run = record(
+      trace(), {"oracle-top-k", "quest:page=1,least_pages=1,dense_layers=0", "page-means:page=1,least_pages=1"}, 24);
+  for (int l = 0; l < layers; ++l)
+    for (int t = prompt; t < tokens; ++t) {
+      const KeptSet best = run.selections.at({0, l}).seen_by(t);
+      for (int h = 0; h < 4; ++h) EXPECT_EQ(best.count(h), 24);
+      EXPECT_EQ(run.selections.at({1, l}).seen_by(t), best);
+      EXPECT_EQ(run.selections.at({2, l}).seen_by(t), best);
+    }
+  EXPECT_EQ(run.selections.at({0, 0}).reads.bytes, 0);
+}
+
+TEST_F(LawsOfPapers, NoSparseReadsOfAsManyTokensRecallMoreThanTheOracle) {
+  const RecordedRun run = record(
+      trace(), {"oracle-top-k", "quest:page=4,least_pages=1,dense_layers=0", "page-means:page=4,least_pages=1"}, 24);
+  for (int l = 0; l < layers; ++l)
+    for (int policy : {1, 2}) EXPECT_LT(run.recall(policy, l), run.recall(0, l));
+}
+
 TEST_F(LawsOfPapers, HeadKvKeepsSnapKvsBestOfEachHead) {
   std::vector<double> importance;
   for (int i = 0; i < layers * 4; ++i) importance.push_back(uniform(chain(3, i)));

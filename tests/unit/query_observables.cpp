@@ -10,6 +10,7 @@
 #include "observables/page_bounds.h"
 #include "observables/principal_direction.h"
 #include "observables/projected_norms.h"
+#include "observables/query_products.h"
 #include "policies/text/configured.h"
 
 namespace kvreplay::testing {
@@ -43,6 +44,28 @@ TEST_F(QueryObservables, BoundsOfPages) {
         EXPECT_EQ(bounds(head, page * 20 + c), least);
         EXPECT_EQ(bounds(head, page * 20 + 10 + c), most);
       }
+}
+
+TEST_F(QueryObservables, MeansOfPages) {
+  const Matrix means = page_means(view.stored_keys(), 8, 2);  // 8, 8, 8 and 5 tokens
+  ASSERT_EQ(means.rows(), 2);
+  ASSERT_EQ(means.columns(), 4 * 10);
+  for (int head = 0; head < 2; ++head)
+    for (int page = 0; page < 4; ++page)
+      for (int c = 0; c < 10; ++c) {
+        double sum = 0;
+        for (int j = 8 * page; j < std::min(8 * page + 8, prompt); ++j) sum += layer.k.at(head, j, c);
+        EXPECT_NEAR(means(head, page * 10 + c), sum / (page < 3 ? 8 : 5), 1e-12);
+      }
+}
+
+TEST_F(QueryObservables, ProductsOfAQueryWithTheKeysOfItsGroup) {
+  const Matrix products = query_products(tensors, 30, 3, 29, 2);
+  ASSERT_EQ(products.rows(), 6);
+  ASSERT_EQ(products.columns(), 26);
+  for (int h = 0; h < 6; ++h)
+    for (int j = 3; j < 29; ++j)
+      EXPECT_NEAR(products(h, j - 3), product(layer.q.row(h, 30), layer.k.row(h / 3, j)), 1e-12);
 }
 
 TEST_F(QueryObservables, ScoresOfPagesBoundTheirProducts) {

@@ -39,9 +39,33 @@ bool reuses_sets(const LayerPlan& range) {
   return false;
 }
 
+std::string granularity_of_reads(ScoredUnit unit) {
+  switch (unit) {
+    case ScoredUnit::none:
+      return "per query";
+    case ScoredUnit::token:
+      return "token, per query and query head";
+    case ScoredUnit::page:
+      return "page, per query and query head";
+  }
+  return "";
+}
+
+std::string cost_of_reads(ScoredUnit unit) {
+  switch (unit) {
+    case ScoredUnit::none:
+      return "none";
+    case ScoredUnit::token:
+      return "O(n) per query";
+    case ScoredUnit::page:
+      return "O(n / page) per query";
+  }
+  return "";
+}
+
 std::string granularity_of(const LayerPlan& range) {
   const Plan& plan = range.plan;
-  if (reads_sparsely(plan)) return plan.schedule->has_budget() ? "page, per query and query head" : "per query";
+  if (reads_sparsely(plan)) return granularity_of_reads(plan.schedule->scored_unit());
   if (plan.allocate->keeps_everything) return "all tokens";
   const std::string unit = plan.select.best ? "chunk" : "token";
   if (has_one_source(range)) return unit + ", one set for all layers";
@@ -75,7 +99,7 @@ void add_needs(Texts& texts, const ConfiguredPolicy& policy, const Plan& plan) {
 /// besides.
 std::string cost_of(const LayerPlan& range) {
   const Plan& plan = range.plan;
-  if (reads_sparsely(plan)) return plan.schedule->has_budget() ? "O(n / page) per query" : "none";
+  if (reads_sparsely(plan)) return cost_of_reads(plan.schedule->scored_unit());
   const Needs needs = needs_of(plan);
   const bool reads_window = needs.recent_queries || needs.question || needs.last_queries > 0;
   if (needs.future_queries) return "O(m n)";

@@ -1,8 +1,8 @@
-#include <algorithm>
 #include <vector>
 
 #include "policies/policy.h"
 #include "policies/schedules/page_reads.h"
+#include "policies/schedules/sparse_reads.h"
 
 namespace kvreplay {
 namespace {
@@ -19,22 +19,14 @@ struct Quest {
   };
 
   PageReads pages = {};
-  int dense_layers = 2;
+  DenseLayers dense = {.dense_layers = 2};
 
   void parameters(Parameters& p) {
     pages.parameters(p);
-    p.add("dense_layers", dense_layers, IntRange{.up_to = UpTo::layers},
-          "first layers, in which each query reads all tokens");
+    dense.parameters(p);
   }
 
-  std::vector<LayerPlan> plans(int layers) const {
-    const int dense = std::min(dense_layers, layers);
-    std::vector<LayerPlan> all;
-    if (dense > 0) all.push_back({0, dense, {.allocate = every_token()}});
-    if (dense < layers)
-      all.push_back({dense, layers - dense, {.allocate = every_token(), .schedule = pages.schedule()}});
-    return all;
-  }
+  std::vector<LayerPlan> plans(int layers) const { return dense.plans(layers, pages.schedule()); }
 };
 
 const Registered<Quest> registered;

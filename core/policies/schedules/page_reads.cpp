@@ -2,52 +2,65 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <vector>
 
 #include "attention/softmax_keys.h"
 #include "float_types.h"
 #include "observables/page_bounds.h"
+#include "observables/query_products.h"
 #include "policies/arithmetic/ranking.h"
+#include "policies/schedules/sparse_reads.h"
 
 namespace kvreplay {
 namespace {
 
-KeptSet read_by(const PageReads& part, const LayerView& view, const Matrix& bounds, int query, int budget) {
+/// What is stored of each page, [Hkv, pages * numbers].
+const Matrix& page_index(const PageReads& part, const LayerView& view) {
+  const int threads = view.backend().threads();
+  const LayerView::Arguments page{static_cast<double>(part.page)};
+  if (part.rank_by == PageRank::mean)
+    return view.remember("page_means", page, [&] { return page_means(view.stored_keys(), part.page, threads); });
+  return view.remember("page_bounds", page,
+                       [&] { return page_bounds(view.tensors().k, view.prompt(), part.page, threads); });
+}
+
+/// Scores of the pages that a query of a head can read, from their rows of the index.
+std::vector<double> scores_of_pages(const PageReads& part, std::span<const double> query,
+                                    std::span<const double> index) {
+  return part.rank_by == PageRank::mean ? products_with(query, index) : page_scores(query, index);
+}
+
+KeptSet pages_read(const PageReads& part, const LayerView& view, const Matrix& index, int query, int budget) {
   const TensorView& q = view.tensors().q;
   const int stored = stored_query(view.tensors(), query), prompt = view.prompt();
-  const int pages = std::min(query, prompt - 1) / part.page + 1;
-  const auto numbers = static_cast<std::size_t>(pages) * 2 * static_cast<std::size_t>(q.dim);
+  const int pages = std::min(query, prompt - 1) / part.page + 1, all_pages = (prompt - 1) / part.page + 1;
+  const auto numbers = static_cast<std::size_t>(index.columns() / all_pages) * static_cast<std::size_t>(pages);
   KeptSet read(Heads::query, q.heads, prompt);
   view.on_threads(static_cast<std::size_t>(q.heads), [&](std::size_t number) {
     const auto head = static_cast<int>(number);
     std::vector<double> channels(static_cast<std::size_t>(q.dim));
     read_row(q, head, stored, channels);
-    const std::vector<double> scores = page_scores(channels, bounds.row(head / view.group()).first(numbers));
+    std::vector<double> scores = scores_of_pages(part, channels, index.row(head / view.group()).first(numbers));
+    // The mean of the query's own page includes later keys, so this page is read whatever its score.
+    if (part.rank_by == PageRank::mean && query < prompt) scores.back() = std::numeric_limits<double>::infinity();
     for (const std::int32_t best : largest(scores, std::max(part.least_pages, budget / part.page)))
       read.keep(head, best * part.page, std::min((best + 1) * part.page, prompt));
   });
   return read;
 }
 
-class PageReadSchedule final : public Schedule {
+class PageReadSchedule final : public SparseReads {
  public:
   explicit PageReadSchedule(const PageReads& part) : part_(part) {}
 
-  std::string name() const override { return "queries that each read some tokens"; }
-  Decision decided() const override { return Decision::never; }
-
-  Requirements required() const override {
-    constexpr const char* reason = "each query reads some of the whole prompt, as it is";
-    constexpr const char* remedy = "no other allocator and store";
-    return {{Property::every_token, reason, remedy}, {Property::unchanged, reason, remedy}};
-  }
+  ScoredUnit scored_unit() const override { return ScoredUnit::page; }
 
   LayerReads reads(const LayerView& view, int budget) const override {
-    const Matrix& bounds = view.remember("page_bounds", {static_cast<double>(part_.page)}, [&] {
-      return page_bounds(view.tensors().k, view.prompt(), part_.page, view.backend().threads());
-    });
-    return {[part = part_, &view, &bounds, budget](int query) { return read_by(part, view, bounds, query, budget); },
-            static_cast<double>(bounds.values().size() * size_of(view.tensors().k.dtype))};
+    const Matrix& index = page_index(part_, view);
+    return {[part = part_, &view, &index, budget](int query) { return pages_read(part, view, index, query, budget); },
+            static_cast<double>(index.values().size() * size_of(view.tensors().k.dtype))};
   }
 
  private:

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "attention/softmax_keys.h"
+#include "policies/schedules/sparse_reads.h"
 
 namespace kvreplay {
 namespace {
@@ -20,17 +21,9 @@ KeptSet read_by(const LayerView& view, int query) {
   return read;
 }
 
-class RecordedReads final : public Schedule {
+class RecordedReads final : public SparseReads {
  public:
-  std::string name() const override { return "queries that each read some tokens"; }
-  Decision decided() const override { return Decision::never; }
   bool has_budget() const override { return false; }
-
-  Requirements required() const override {
-    constexpr const char* reason = "each query reads some of the whole prompt, as it is";
-    constexpr const char* remedy = "no other allocator and store";
-    return {{Property::every_token, reason, remedy}, {Property::unchanged, reason, remedy}};
-  }
 
   LayerReads reads(const LayerView& view, int /*budget*/) const override {
     if (view.tensors().visible.units.empty()) return {};

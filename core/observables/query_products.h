@@ -1,0 +1,22 @@
+// Products of one query with many keys, for policies that rank keys query by query.
+//
+// Host code: O(n d) for a query and head.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "matrix.h"
+#include "tensor.h"
+
+namespace kvreplay {
+
+/// [Hq, end - first]: <q, k_j> of the query at `position` with the stored keys first <= j < end, in float64. Throws
+/// Error{input} if the query is not stored.
+Matrix query_products(const LayerTensors& layer, std::int32_t position, int first, int end, int threads);
+
+/// <q, x_i> of vectors that follow each other, each as long as the query.
+std::vector<double> products_with(std::span<const double> query, std::span<const double> vectors);
+
+}  // namespace kvreplay

@@ -1,0 +1,113 @@
+// What queries of policies with sparse reads read, worked by hand.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention_reference.h"
+#include "fake_backend.h"
+#include "policies/text/configured.h"
+
+namespace kvreplay::testing {
+namespace {
+
+using Positions = std::vector<std::int32_t>;
+using Pair = std::pair<float, float>;
+
+/// One KV head with keys of two components, the prompt's and those of two later tokens. All queries of the first query
+/// head are (1, 0), and all of the second are (0, 1).
+class SparseReadsOf : public ::testing::Test {
+ protected:
+  static constexpr int prompt = 8, later = 2;
+
+  SparseReadsOf() {
+    const std::vector<Pair> keys{{4, 0}, {0, 3}, {1, 1}, {2, 0}, {0, 4}, {2, 0}, {0, 1}, {1, 0}, {9, 9}, {9, 9}};
+    for (int token = 0; token < prompt + later; ++token) {
+      const auto [x, y] = keys[static_cast<std::size_t>(token)];
+      k.set(0, token, 0, x);
+      k.set(0, token, 1, y);
+      for (int head = 0; head < 2; ++head)
+        for (int c = 0; c < 2; ++c) q.set(head, token, c, head == c ? 1.0F : 0.0F);
+    }
+    tensors.q = q.view();
+    tensors.k = tensors.v = k.view();
+  }
+
+  /// The reads of a layer behind the dense ones.
+  LayerReads reads_of(const std::string& policy, int budget) {
+    return ConfiguredPolicy::parse(policy).plans(1).back().plan.schedule->reads(view(), budget);
+  }
+  std::vector<Positions> read(const std::string& policy, int budget, int query) {
+    const KeptSet set = reads_of(policy, budget).at(query);
+    return {set.positions(0), set.positions(1)};
+  }
+  const LayerView& view() {
+    views.emplace_back(std::make_unique<LayerView>(backend, tensors, LayerPlace{.prompt = prompt}, range(8, 10)));
+    return *views.back();
+  }
+
+  RandomTensor q{2, prompt + later, 2, DType::float32, 1, 1}, k{1, prompt + later, 2, DType::float32, 1, 2};
+  LayerTensors tensors;
+  FakeBackend backend;
+  std::vector<std::unique_ptr<LayerView>> views;
+};
+
+using Sets = std::vector<Positions>;
+
+TEST_F(SparseReadsOf, OracleTopKAreTheLargestLogitsOfEachQueryHead) {
+  EXPECT_EQ(read("oracle-top-k", 3, 9), (Sets{{0, 3, 5}, {1, 2, 4}})) << "of tokens 2 and 6 the earlier one";
+  EXPECT_EQ(read("oracle-top-k", 2, 4), (Sets{{0, 3}, {1, 4}})) << "a query of the prompt sees five tokens";
+  EXPECT_EQ(read("oracle-top-k", 6, 4), (Sets{{0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}}));
+  EXPECT_EQ(reads_of("oracle-top-k", 3).bytes, 0);
+}
+
+TEST_F(SparseReadsOf, SinksAndLocalTokensCountInTheBudget) {
+  EXPECT_EQ(read("oracle-top-k:sinks=1,local=3", 4, 9), (Sets{{0, 3, 5, 7}, {0, 1, 4, 7}})) << "7 of 7, 8 and 9";
+  EXPECT_EQ(read("oracle-top-k:sinks=2,local=8", 3, 9), (Sets{{0, 1, 7}, {0, 1, 7}}));
+  EXPECT_EQ(read("oracle-top-k:sinks=8", 3, 9), (Sets{{0, 1, 2}, {0, 1, 2}}));
+  EXPECT_EQ(read("oracle-top-k:local=2", 3, 4), (Sets{{0, 3, 4}, {1, 3, 4}})) << "4 is the query's own";
+}
+
+TEST_F(SparseReadsOf, LayersWithAWindowRankTheTokensThatTheySee) {
+  tensors.sliding_window = 7;  // query 9 sees 3 ... 9
+  EXPECT_EQ(read("oracle-top-k", 2, 9), (Sets{{3, 5}, {4, 6}}));
+  EXPECT_EQ(read("oracle-top-k:sinks=2", 2, 9), (Sets{{3, 5}, {4, 6}})) << "no sink is visible";
+}
+
+TEST_F(SparseReadsOf, OracleTopPExceedsAShareOfTheWeights) {
+  // Weights of the first head: 1, two of e^-2, two of e^-3, three of e^-4; their cumulative shares are 0.702, 0.797,
+  // 0.892, 0.926, 0.961, ...
+  const auto first = [&](const std::string& p) { return read("oracle-top-p:p=" + p, 1, 9).front(); };
+  EXPECT_EQ(first("0.7"), (Positions{0}));
+  EXPECT_EQ(first("0.75"), (Positions{0, 3, 5})) << "both of equal weight";
+  EXPECT_EQ(first("0.9"), (Positions{0, 2, 3, 5, 7}));
+  EXPECT_EQ(first("0"), (Positions{0}));
+  EXPECT_EQ(first("1"), range(0, 8));
+  EXPECT_EQ(read("oracle-top-p:p=0.5,sinks=1", 1, 9).front(), (Positions{0, 3, 5})) << "shares without the sink";
+  tensors.logit_softcap = 2;  // weights: 1, two of 0.667, two of 0.367, three of 0.145
+  EXPECT_EQ(first("0.5"), (Positions{0, 3, 5}));
+}
+
+TEST_F(SparseReadsOf, PageMeansAreThePagesWithTheLargestProductOfTheMeanKey) {
+  // Means: (2, 1.5), (1.5, 0.5), (1, 2), (0.5, 0.5).
+  const std::string policy = "page-means:page=2,least_pages=1";
+  EXPECT_EQ(read(policy, 4, 9), (Sets{{0, 1, 2, 3}, {0, 1, 4, 5}}));
+  EXPECT_EQ(read(policy, 4, 6), (Sets{{0, 1, 6, 7}, {4, 5, 6, 7}})) << "the page of query 6 itself";
+  EXPECT_EQ(read(policy, 1, 9), (Sets{{0, 1}, {4, 5}})) << "at least one page";
+  EXPECT_EQ(reads_of(policy, 4).bytes, 4 * 2 * 4.0) << "four pages of two float32";
+  EXPECT_EQ(read("page-means:page=3,least_pages=1", 3, 9), (Sets{{0, 1, 2}, {0, 1, 2}}))
+      << "means (1.67, 1.33), (1.33, 1.33) and (0.5, 0.5): of equal products the earlier page";
+}
+
+TEST_F(SparseReadsOf, DenseLayersReadEverything) {
+  const std::vector<LayerPlan> plans = ConfiguredPolicy::parse("oracle-top-k:dense_layers=2").plans(3);
+  ASSERT_EQ(plans.size(), 2U);
+  EXPECT_EQ(plans[0].count, 2);
+  EXPECT_EQ(plans[0].plan.schedule->name(), "schedule=once");
+  EXPECT_EQ(plans[1].plan.schedule->decided(), Decision::never);
+}
+
+}  // namespace
+}  // namespace kvreplay::testing
