@@ -40,7 +40,7 @@ std::string sized(const std::string& policy) {
   if (policy == "finch") return policy + ":blocks=20,question=last,question_tokens=3";
   if (policy == "lagkv") return policy + ":lag=4";
   if (policy == "vase") return policy + ":window=4";
-  if (policy == "h2o-online" || policy == "sca") return policy + ":recent=4";
+  if (policy == "h2o-online" || policy == "sca" || policy == "tri-attention") return policy + ":recent=4";
   return policy;
 }
 

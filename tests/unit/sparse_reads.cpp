@@ -101,12 +101,76 @@ TEST_F(SparseReadsOf, PageMeansAreThePagesWithTheLargestProductOfTheMeanKey) {
       << "means (1.67, 1.33), (1.33, 1.33) and (0.5, 0.5): of equal products the earlier page";
 }
 
+TEST_F(SparseReadsOf, DoubleSparsityRanksByTheLargestChannels) {
+  // The first head has |q_0 k_0| alone and the second |q_1 k_1|; a label of one number is exact.
+  EXPECT_EQ(read("double-sparsity:group_factor=2", 3, 9), (Sets{{0, 3, 5}, {1, 2, 4}}));
+  EXPECT_EQ(read("double-sparsity:group_factor=2,channel_heads=kv", 3, 9), (Sets{{0, 3, 5}, {0, 1, 2}}))
+      << "channel 0, with a mean of 10/16 against 9/16, in which the second head's queries are 0";
+  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8", 3).bytes, 2 * 8 * (1 + 4.0));
+  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8,channel_heads=kv", 3).bytes, 8 * (1 + 4.0));
+}
+
 TEST_F(SparseReadsOf, DenseLayersReadEverything) {
   const std::vector<LayerPlan> plans = ConfiguredPolicy::parse("oracle-top-k:dense_layers=2").plans(3);
   ASSERT_EQ(plans.size(), 2U);
   EXPECT_EQ(plans[0].count, 2);
   EXPECT_EQ(plans[0].plan.schedule->name(), "schedule=once");
   EXPECT_EQ(plans[1].plan.schedule->decided(), Decision::never);
+}
+
+/// One head of four components: queries (1, 2, 0, 3), and three keys.
+class DoubleSparsityOfOneHead : public ::testing::Test {
+ protected:
+  DoubleSparsityOfOneHead() {
+    const float query[] = {1, 2, 0, 3}, keys[4][4] = {{3, 1, 0, 0}, {0, 0, 0, 1}, {0, 2, 3, 0}, {9, 9, 9, 9}};
+    for (int token = 0; token < 4; ++token)
+      for (int c = 0; c < 4; ++c) {
+        q.set(0, token, c, query[c]);
+        k.set(0, token, c, keys[token][c]);
+      }
+    tensors.q = q.view();
+    tensors.k = tensors.v = k.view();
+    tensors.rope.inv_freq = no_turn;
+  }
+
+  Positions read(const std::string& values, int budget) {
+    const LayerView view(backend, tensors, {.prompt = 3}, {});
+    return ConfiguredPolicy::parse("double-sparsity:" + values)
+        .plans(1)
+        .back()
+        .plan.schedule->reads(view, budget)
+        .at(3)
+        .positions(0);
+  }
+
+  RandomTensor q{1, 4, 4, DType::float32, 1, 1}, k{1, 4, 4, DType::float32, 1, 2};
+  std::vector<double> no_turn{0.0, 0.0};
+  LayerTensors tensors;
+  FakeBackend backend;
+};
+
+TEST_F(DoubleSparsityOfOneHead, LabelsAreRoundedBetweenTheirExtremes) {
+  // With one bit the query is (0, 3, 0, 3), and the keys are (3, 0, 0, 0), (0, 0, 0, 1) and (0, 3, 3, 0).
+  EXPECT_EQ(read("group_factor=1,label_bits=1", 1), Positions{2});
+  EXPECT_EQ(read("group_factor=1,label_bits=1", 2), (Positions{1, 2}));
+  EXPECT_EQ(read("group_factor=1,label_bits=16", 1), Positions{0}) << "products 5, 3 and 4";
+}
+
+TEST_F(DoubleSparsityOfOneHead, ChannelsAreRankedByQueriesKeysOrBoth) {
+  // Sums over the prompt of |q_c k_c|: 3, 6, 0, 3; of |q_c|: 3, 6, 0, 9; of |k_c|: 3, 3, 3, 1.
+  EXPECT_EQ(read("group_factor=2,label_bits=16", 2), (Positions{0, 2})) << "channels 0 and 1: 5, 0, 4";
+  EXPECT_EQ(read("group_factor=2,label_bits=16,channels=q", 1), Positions{2}) << "channels 1 and 3: 2, 3, 4";
+  EXPECT_EQ(read("group_factor=2,label_bits=16,channels=q", 2), (Positions{1, 2}));
+  EXPECT_EQ(read("group_factor=2,label_bits=16,channels=k", 1), Positions{0}) << "channels 0 and 1";
+}
+
+TEST(DoubleSparsity, ReadsTheStatisticsThatItsChannelsNeed) {
+  const auto needs = [](const std::string& channels) {
+    return needs_of(ConfiguredPolicy::parse("double-sparsity:channels=" + channels).plans(1).back().plan);
+  };
+  EXPECT_TRUE(needs("qk").all_queries && !needs("qk").rope);
+  EXPECT_TRUE(needs("q").all_queries && needs("q").rope);
+  EXPECT_TRUE(!needs("k").all_queries && needs("k").rope);
 }
 
 }  // namespace
