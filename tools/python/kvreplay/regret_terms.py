@@ -95,8 +95,8 @@ def terms(place: str, recalls: np.ndarray) -> np.ndarray:
 
 def means(found: pd.DataFrame) -> pd.DataFrame:
     """One row a budget and policy, in the order of the command line: means over the traces on which all numbers are
-    defined, and the number of these traces. Where no trace has a bound over layers, the other numbers are means over
-    the traces that have these."""
+    defined, and the number of these traces. Where no trace has a bound over layers, recall and the terms within
+    layers are means over the traces that have these."""
     key = ["budget", "policy", "heads"]
     within_layers = found.dropna(subset=["recall", *TERMS[:-1]])
     has_bound = within_layers["bound"].notna()
