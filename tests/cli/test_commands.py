@@ -150,8 +150,8 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     [found] = json.loads(done("info", "--json", "a.h5", folder=tmp_path))
     refused = {policy["name"]: policy["why_not"] for policy in found["policies"] if not policy["served"]}
     all_queries = (
-        "cam-one-shot cap-kv compactor double-sparsity duo-attention expected-attention h2o h2o-online keyformer lfu lru "
-        "observed-attention q-filter tri-attention vatp"
+        "cam-one-shot cap-kv compactor double-sparsity duo-attention expected-attention h2o h2o-online keyformer lfu "
+        "lru observed-attention q-filter tri-attention vatp"
     )
     windows_of_more = "defensive-kv lava scissorhands think vase"
     assert set(refused) == {"oracle", *ASK_FOR_MORE, *all_queries.split(), *windows_of_more.split()}

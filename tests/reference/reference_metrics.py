@@ -117,7 +117,8 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
         kept = residents(trace, selection, index, queries)
         changed_z = changed_logits(trace, selection, index, queries)
         changed_z = z if changed_z is None else changed_z
-        a, b = softmax(z, visible), softmax(changed_z, kept)
+        factor = 1 if selection.weight is None else selection.weight(index, queries)
+        a, b = softmax(z, visible), softmax(changed_z + np.log(factor), kept)
         kept_a, kept_z = np.where(kept, a, 0), np.where(kept, changed_z, 0)
         z = np.where(visible, z, 0)
         group = trace.query_heads // trace.kv_heads

@@ -6,12 +6,14 @@ import dataclasses
 import functools
 
 import numpy as np
+import reference_2026
 import reference_attention
 import reference_geometry
 import reference_heads
 import reference_layers
 import reference_newer
 import reference_once
+import reference_reads
 import reference_rounds
 import reference_schedules
 import reference_stores
@@ -121,6 +123,8 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "caote": {"base": "window", "window": "8", "heads": "kv", "agg": "mean"},
     "lava": {"window": "32", "kernel": "7", "pool": "max", "floor": "0.2", "heads": "kv", "agg": "max"},
     "defensive-kv": {"window": "32", "kernel": "5", "pool": "avg", "heads": "kv", "agg": "max"},
+    **reference_2026.DEFAULTS,
+    **reference_reads.DEFAULTS,
 }
 
 
@@ -149,7 +153,7 @@ def decide(
     if policy.name in WITHOUT_BUDGET:
         return WITHOUT_BUDGET[policy.name](case)
     natural = case.parameters.get("lengths") == "natural"
-    unbound = natural or case.parameters.get("schedule", "once").startswith("threshold(")
+    unbound = natural or case.parameters.get("schedule", "once").startswith(("threshold(", "generated("))
     if policy.name == "full" or (not unbound and case.budget >= trace.prompt):
         return everything(case, policy)
     name, schedule = policy.name, call_of(case.parameters.get("schedule", ""))[0]
@@ -286,6 +290,8 @@ WITHOUT_BUDGET = {  # with a memory of their own, also where B would hold the pr
     "minicache": reference_stores.minicache,
     "duo-attention": reference_heads.duo_attention,
     "simlayerkv": reference_heads.simlayerkv,
+    **reference_2026.WITHOUT_BUDGET,
+    **reference_reads.WITHOUT_BUDGET,
 }
 POLICIES = {
     "random": reference_once.random,
@@ -327,4 +333,7 @@ POLICIES = {
     "caote": reference_newer.caote,
     "lava": reference_newer.lava,
     "defensive-kv": reference_newer.defensive_kv,
+    **reference_2026.POLICIES,
+    **reference_reads.POLICIES,
 }
+READING = {*reference_reads.POLICIES, *reference_reads.WITHOUT_BUDGET}
