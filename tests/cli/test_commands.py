@@ -22,7 +22,7 @@ POLICIES = set(
     "ada-kv cam-one-shot caote cap-kv chunkkv compactor critical-kv cur defensive-kv dms double-sparsity "
     "duo-attention dynamickv expected-attention finch full h2o h2o-online head-kv hybrid keydiff keyformer kivi "
     "knorm kvcrush lagkv lava leverage lfu local lru minicache nacl native observed-attention oracle oracle-top-k "
-    "oracle-top-p page-means pyramid-infer pyramid-kv q-filter quest r-kv random random-twin sca scissorhands "
+    "oracle-top-p page-means pq pyramid-infer pyramid-kv q-filter quest r-kv random random-twin sca scissorhands "
     "simlayerkv snapkv streaming-llm strided think tova tri-attention truncate value-norm vase vatp".split()
 )
 ASK_FOR_MORE = {"critical-kv", "dms", "head-kv", "random-twin"}  # output projections, a threshold, a table, a policy

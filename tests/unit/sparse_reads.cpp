@@ -1,14 +1,19 @@
 // What queries of policies with sparse reads read, worked by hand.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "attention_reference.h"
 #include "fake_backend.h"
+#include "observables/product_codes.h"
 #include "policies/text/configured.h"
+#include "random.h"
 
 namespace kvreplay::testing {
 namespace {
@@ -104,10 +109,21 @@ TEST_F(SparseReadsOf, PageMeansAreThePagesWithTheLargestProductOfTheMeanKey) {
 TEST_F(SparseReadsOf, DoubleSparsityRanksByTheLargestChannels) {
   // The first head has |q_0 k_0| alone and the second |q_1 k_1|; a label of one number is exact.
   EXPECT_EQ(read("double-sparsity:group_factor=2", 3, 9), (Sets{{0, 3, 5}, {1, 2, 4}}));
-  EXPECT_EQ(read("double-sparsity:group_factor=2,channel_heads=kv", 3, 9), (Sets{{0, 3, 5}, {0, 1, 2}}))
+  EXPECT_EQ(read("double-sparsity:group_factor=2,share=kv-head", 3, 9), (Sets{{0, 3, 5}, {0, 1, 2}}))
       << "channel 0, with a mean of 10/16 against 9/16, in which the second head's queries are 0";
   EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8", 3).bytes, 2 * 8 * (1 + 4.0));
-  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8,channel_heads=kv", 3).bytes, 8 * (1 + 4.0));
+  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8,share=kv-head", 3).bytes, 8 * (1 + 4.0));
+}
+
+TEST_F(SparseReadsOf, ProductQuantisedKeysAreExactWithACentreForEach) {
+  EXPECT_EQ(read("pq:bits=3,init_offset=0,sinks=0,local=0", 3, 9), (Sets{{0, 3, 5}, {1, 2, 4}}));
+  EXPECT_EQ(read("pq:bits=3,init_offset=2,sinks=1,local=0", 3, 9), (Sets{{0, 3, 5}, {0, 2, 4}})) << "1 has no code";
+  EXPECT_EQ(read("pq:bits=3,init_offset=6,sinks=1,local=0", 7, 9), (Sets{{0, 6, 7}, {0, 6, 7}})) << "only 6 and 7 have";
+  EXPECT_EQ(read("pq", 3, 9), (Sets{{0, 1, 2}, {0, 1, 2}})) << "128 sinks fill the budget";
+  EXPECT_EQ(reads_of("pq:bits=3,init_offset=0", 3).bytes, 2 * (8 * 3 / 8.0 + 8 * 1 * 4))
+      << "two parts: codes and centres";
+  EXPECT_EQ(reads_of("pq:bits=3,init_offset=2", 3).bytes, 2 * (6 * 3 / 8.0 + 6 * 1 * 4));
+  EXPECT_THROW(reads_of("pq:parts=3", 3), Error);
 }
 
 TEST_F(SparseReadsOf, DenseLayersReadEverything) {
@@ -171,6 +187,59 @@ TEST(DoubleSparsity, ReadsTheStatisticsThatItsChannelsNeed) {
   EXPECT_TRUE(needs("qk").all_queries && !needs("qk").rope);
   EXPECT_TRUE(needs("q").all_queries && needs("q").rope);
   EXPECT_TRUE(!needs("k").all_queries && needs("k").rope);
+}
+
+/// Vectors of one component each, of one head.
+Vectors line(std::vector<double> numbers) {
+  return {1, static_cast<int>(numbers.size()), 1,
+          [numbers](int, int i, std::span<double> vector) { vector[0] = numbers[static_cast<std::size_t>(i)]; }};
+}
+
+TEST(ProductCodes, AreThoseOfTheNearestMeans) {
+  for (std::uint64_t seed = 0; seed < 12; ++seed) {  // all pairs of first centres
+    const Matrix made = product_codes(line({0, 1, 10, 11}), {.parts = 1, .bits = 1, .seed = seed}, 2);
+    ASSERT_EQ(made.columns(), 2 + 4);
+    const int low = made(0, 0) < made(0, 1) ? 0 : 1;
+    EXPECT_EQ(made(0, low), 0.5);
+    EXPECT_EQ(made(0, 1 - low), 10.5);
+    for (int i = 0; i < 4; ++i) EXPECT_EQ(made(0, 2 + i), i < 2 ? low : 1 - low);
+  }
+}
+
+TEST(ProductCodes, BeginWithTheSmallestHashesAndKeepTheAssignmentBeforeTheLastMeans) {
+  const std::vector<double> numbers{0, 1, 10, 14};
+  const std::uint64_t seed = 3, layer = 5;
+  std::vector<std::pair<std::uint64_t, double>> order;
+  for (std::size_t i = 0; i < 4; ++i) order.emplace_back(chain(seed, layer, 0, 0, i), numbers[i]);
+  std::ranges::sort(order);
+  const double centres[] = {order[0].second, order[1].second};
+  const Matrix made =
+      product_codes(line(numbers), {.parts = 1, .bits = 1, .iterations = 1, .seed = seed, .layer = 5}, 1);
+  double sums[2] = {}, members[2] = {};
+  for (int i = 0; i < 4; ++i) {
+    const double x = numbers[static_cast<std::size_t>(i)];
+    const int nearest = std::abs(x - centres[1]) < std::abs(x - centres[0]) ? 1 : 0;
+    EXPECT_EQ(made(0, 2 + i), nearest);
+    sums[nearest] += x;
+    ++members[nearest];
+  }
+  for (int centre : {0, 1}) EXPECT_EQ(made(0, centre), sums[centre] / members[centre]);
+}
+
+TEST(ProductCodes, ACentreWithoutVectorsBecomesARandomOne) {
+  const std::vector<double> numbers{5, 5, 5, 9};
+  int found = 0;
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    std::vector<std::pair<std::uint64_t, double>> order;
+    for (std::size_t i = 0; i < 4; ++i) order.emplace_back(chain(seed, 0, 0, 0, i), numbers[i]);
+    std::ranges::sort(order);
+    if (order[0].second != 5 || order[1].second != 5) continue;  // both centres are 5: the second has no vectors
+    ++found;
+    const Matrix made = product_codes(line(numbers), {.parts = 1, .bits = 1, .iterations = 1, .seed = seed}, 1);
+    EXPECT_EQ(made(0, 0), 6);
+    EXPECT_EQ(made(0, 1), numbers[chain(seed, 0, 0, 0, 1, 0) % 4]);
+  }
+  EXPECT_GT(found, 3);
 }
 
 }  // namespace

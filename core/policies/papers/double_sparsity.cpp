@@ -33,7 +33,8 @@ struct DoubleSparsity {
 
   static constexpr Choice<Channels> channel_words[] = {
       {"qk", Channels::product}, {"q", Channels::query}, {"k", Channels::key}};
-  static constexpr Choice<ChannelHeads> head_words[] = {{"query", ChannelHeads::query}, {"kv", ChannelHeads::kv}};
+  static constexpr Choice<ChannelHeads> head_words[] = {{"query-head", ChannelHeads::query},
+                                                        {"kv-head", ChannelHeads::kv}};
   static constexpr int unquantised = 16;  // label bits
 
   int group_factor = 16;
@@ -50,8 +51,8 @@ struct DoubleSparsity {
     p.add<Channels>("channels", channels, channel_words,
                     "ranks channels by the mean of |q_c k_c| of the same token (qk), or of |q_c| (q) or |k_c| (k) "
                     "before RoPE");
-    p.add<ChannelHeads>("channel_heads", channel_heads, head_words,
-                        "channels of each query head, or of each KV head by the mean over its group");
+    p.add<ChannelHeads>("share", channel_heads, head_words,
+                        "one list of channels for each query head, or for each KV head by the mean over its group");
     tokens.parameters(p);
     dense.parameters(p);
   }

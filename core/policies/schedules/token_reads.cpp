@@ -34,14 +34,14 @@ class TokenReadSchedule final : public SparseReads {
     const int first = view.tensors().first_visible(query), end = std::min(query + 1, prompt);
     const int sinks = std::min({first + budget, std::max(first, always.sinks), end});
     const int local = std::max({sinks, end - (budget - (sinks - first)), std::min(query + 1 - always.local, end)});
-    const int best = budget - (sinks - first) - (end - local);
+    const int best = budget - (sinks - first) - (end - local), ranked = std::clamp(always.first_ranked, sinks, local);
     KeptSet all(Heads::query, heads, prompt);
-    const Matrix scores = best > 0 && local > sinks ? index.scores(query, sinks, local) : Matrix(heads, 0);
+    const Matrix scores = best > 0 && local > ranked ? index.scores(query, ranked, local) : Matrix(heads, 0);
     for (int head = 0; head < heads; ++head) {
       all.keep(head, first, sinks);
       all.keep(head, local, end);
       for (const std::int32_t token : read ? read(scores.row(head)) : largest(scores.row(head), best))
-        all.keep(head, sinks + token);
+        all.keep(head, ranked + token);
     }
     return all;
   }

@@ -25,10 +25,11 @@ using ReadTokens = std::function<std::vector<std::int32_t>(std::span<const doubl
 /// The visible tokens of the prompt that are read without regard to scores: the first `sinks` tokens, and the last
 /// `local` tokens up to the query. A query reads
 ///   sinks' = min(sinks, B) of the first, local' = min(local, B - sinks') of the last,
-/// and selects among the visible tokens of the prompt between them.
+/// and selects among the visible tokens of the prompt between them that are not before `first_ranked`.
 struct TokenReads {
   int sinks = 0;
   int local = 0;
+  int first_ranked = 0;
 
   void parameters(Parameters& p);
   /// Selects the best B - sinks' - local' tokens, of equal scores the earlier one.

@@ -1,0 +1,112 @@
+#include "observables/product_codes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <span>
+
+#include "parallel.h"
+#include "random.h"
+
+namespace kvreplay {
+namespace {
+
+double squared_distance(const double* a, const double* b, std::size_t dim) {
+  double sum = 0;
+  for (std::size_t c = 0; c < dim; ++c) sum += (a[c] - b[c]) * (a[c] - b[c]);
+  return sum;
+}
+
+/// One part of the vectors of one head.
+class Clustering {
+ public:
+  Clustering(const Vectors& vectors, const ProductQuantiser& how, int row, std::span<double> centres,
+             std::span<double> codes)
+      : how_(how),
+        head_(row / how.parts),
+        part_(row % how.parts),
+        count_(codes.size()),
+        dim_(static_cast<std::size_t>(vectors.dim / how.parts)),
+        centres_(centres),
+        codes_(codes),
+        numbers_(count_ * dim_) {
+    std::vector<double> vector(static_cast<std::size_t>(vectors.dim));
+    for (std::size_t i = 0; i < count_; ++i) {
+      vectors.read(head_, static_cast<int>(i), vector);
+      std::copy_n(vector.data() + static_cast<std::size_t>(part_) * dim_, dim_, numbers_.data() + i * dim_);
+    }
+    begin();
+  }
+
+  /// Returns whether the centres have hardly moved.
+  bool iterate(int iteration) {
+    const std::size_t centre_count = centres_.size() / dim_;
+    std::vector<double> sums(centres_.size());
+    std::vector<int> members(centre_count);
+    for (std::size_t i = 0; i < count_; ++i) {
+      const std::size_t centre = nearest(numbers_.data() + i * dim_);
+      codes_[i] = static_cast<double>(centre);
+      ++members[centre];
+      for (std::size_t c = 0; c < dim_; ++c) sums[centre * dim_ + c] += numbers_[i * dim_ + c];
+    }
+    double moved = 0;
+    for (std::size_t centre = 0; centre < centre_count; ++centre) {
+      double* const mean = sums.data() + centre * dim_;
+      for (std::size_t c = 0; c < dim_; ++c) mean[c] /= std::max(1, members[centre]);
+      if (members[centre] == 0)
+        std::copy_n(numbers_.data() + chain(how_.seed, how_.layer, head_, part_, centre, iteration) % count_ * dim_,
+                    dim_, mean);
+      moved += std::sqrt(squared_distance(mean, centres_.data() + centre * dim_, dim_));
+    }
+    std::ranges::copy(sums, centres_.begin());
+    return moved * moved < 1e-4;
+  }
+
+ private:
+  void begin() {
+    std::vector<std::size_t> order(count_);
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::ranges::sort(order, {}, [&](std::size_t i) { return chain(how_.seed, how_.layer, head_, part_, i); });
+    for (std::size_t centre = 0; centre < centres_.size() / dim_; ++centre)
+      std::copy_n(numbers_.data() + order[centre] * dim_, dim_, centres_.data() + centre * dim_);
+  }
+
+  std::size_t nearest(const double* vector) const {
+    std::size_t best = 0;
+    double least = std::numeric_limits<double>::infinity();
+    for (std::size_t centre = 0; centre < centres_.size() / dim_; ++centre)
+      if (const double distance = squared_distance(vector, centres_.data() + centre * dim_, dim_); distance < least) {
+        least = distance;
+        best = centre;
+      }
+    return best;
+  }
+
+  const ProductQuantiser& how_;
+  int head_, part_;
+  std::size_t count_, dim_;
+  std::span<double> centres_;
+  std::span<double> codes_;
+  std::vector<double> numbers_;
+};
+
+}  // namespace
+
+Matrix product_codes(const Vectors& vectors, const ProductQuantiser& how, int threads) {
+  const int numbers = how.centres(vectors.count) * (vectors.dim / how.parts);
+  Matrix made(vectors.heads * how.parts, numbers + vectors.count);
+  if (vectors.count == 0) return made;
+  std::vector<Clustering> all;
+  for (int row = 0; row < made.rows(); ++row)
+    all.emplace_back(vectors, how, row, made.row(row).first(static_cast<std::size_t>(numbers)),
+                     made.row(row).subspan(static_cast<std::size_t>(numbers)));
+  std::vector<char> settled(all.size());
+  for (int iteration = 0; iteration < how.iterations; ++iteration) {
+    all_side_by_side(threads, all.size(), [&](std::size_t i) { settled[i] = all[i].iterate(iteration) ? 1 : 0; });
+    if (std::ranges::find(settled, 0) == settled.end()) break;
+  }
+  return made;
+}
+
+}  // namespace kvreplay
