@@ -307,6 +307,38 @@ FURTHER_POLICIES = [
     "defensive-kv:window=2,kernel=3",
     "defensive-kv:window=4,pool=none,heads=layer",
 ]
+# Policies whose reference was written before them: compared as soon as the registry has them.
+AHEAD_POLICIES = [
+    "r-kv:window=2,kernel=3",
+    "r-kv:window=4,kernel=1,lambda=0.5,threshold=0.2",
+    "vase:window=4,sinks=1",
+    "vase:window=2,sinks=0,large=0.6,kernel=3,temperature=2,seed=3",
+    "cap-kv:sinks=1,future=4",
+    "cap-kv:sinks=0,future=50,tau=1,epsilon=0.1",
+    "kvcrush:window=2,page=3",
+    "kvcrush:window=3,page=2,ratio=0.6,anchor=alternating",
+    "kvcrush:window=1,page=4,ratio=0.4,anchor=random,seed=2",
+    "keyformer",
+    "keyformer:recent=0.5,tau=2,seed=3,gap=true",
+    "dms:base=(knorm),threshold=-2.5,recent=3",
+    "lru",
+    "lfu",
+    "tri-attention:recent=2",
+    "tri-attention:recent=0,agg=mean",
+    "laprox:window=2,kernel=3",
+    "oracle-top-k",
+    "oracle-top-k:sinks=2,local=2,dense_layers=1",
+    "oracle-top-p:p=0.8",
+    "oracle-top-p:p=0.3,sinks=1,local=3",
+    "double-sparsity:group_factor=2",
+    "double-sparsity:group_factor=4,label_bits=16,sinks=1,local=1,share=kv-head",
+    "double-sparsity:group_factor=2,label_bits=3,channels=q",
+    "page-means:page=4,least_pages=2",
+    "page-means:page=3,least_pages=1,dense_layers=1",
+    "lsh:bits=3,tables=4,sinks=2,local=3,seed=1",
+    "pq:init_offset=2,sinks=2,local=2",
+    "pq:init_offset=0,sinks=0,local=0,bits=2,iterations=3,seed=4",
+]
 FURTHER_FIXTURE_POLICIES = [
     "tova",
     "tova:schedule=online",
@@ -471,7 +503,14 @@ def has_what_it_takes(content: random_traces.Content, text: str, budget: str) ->
     prompt, tokens = content.prompt, reference.budget_tokens(budget, content.prompt)
     treated = sum(window == 0 for window in content.windows or [0] * len(content.k))
     based = parameters.get("base", "").partition(":")[0]
-    if {policy.name, based} & {"expected-attention", "leverage", "compactor"} and not content.rope:
+    rotated = {"expected-attention", "leverage", "compactor", "cap-kv", "tri-attention"}
+    if {policy.name, based} & rotated and not content.rope:
+        return False
+    if policy.name == "double-sparsity" and parameters["channels"] != "qk" and not content.rope:
+        return False
+    if policy.name == "laprox" and content.wo is None:
+        return False
+    if policy.name == "pq" and content.k[0].shape[2] % int(parameters["parts"]):
         return False
     if policy.name == "duo-attention" and parameters["table"] == "kvpress" and not content.rope:
         return False
@@ -479,7 +518,7 @@ def has_what_it_takes(content: random_traces.Content, text: str, budget: str) ->
         return False
     if policy.name == "knorm" and parameters["skip_layers"] != "none":
         return treated > 1 and treated * tokens >= prompt + treated
-    lengths = ("sinks", "window", "recent", "question_tokens")
+    lengths = ("sinks", "window", "recent", "local", "question_tokens")
     if policy.name in ("ada-kv", "head-kv", "think"):
         lengths = ("recent",)
     return all("." in given[name] or int(given[name]) <= prompt for name in lengths if name in given)
@@ -577,6 +616,8 @@ def runs() -> list[Run]:
 
 def further_runs() -> list[Run]:
     """Each later policy on the fixture, on a part of the small traces and shapes in turn, and on the real trace."""
+    registered = set(call("policies", "--names").stdout.split())
+    later = FURTHER_POLICIES + [policy for policy in AHEAD_POLICIES if Policy.parse(policy).name in registered]
     table("fixture", 4, 4, 2, 4)
     every = [
         Run("fixture", "continuation", further("fixture", None, FURTHER_FIXTURE_POLICIES, "6"), ("6", "9"), False),
@@ -586,17 +627,17 @@ def further_runs() -> list[Run]:
         content, budget = build(), ("0.2", "0.4", "5")[number % 3]
         if content.q_positions is not None:
             continue
-        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 4 == 0]
+        chosen = [policy for index, policy in enumerate(later) if (index + number) % 4 == 0]
         policies = further(build.__name__, content, chosen, budget)
         choice = "continuation" if content.prompt < content.k[0].shape[1] else "last:4"
         every.append(Run(build.__name__, choice, policies, (budget,), False))
     for number, seed in enumerate(seed for seed in range(random_traces.SHAPES) if seed % 4 < 2):
         content, budget = random_traces.shape(seed), (f"0.{33 + seed % 17}", str(8 + seed % 11))[seed % 2]
-        chosen = [policy for index, policy in enumerate(FURTHER_POLICIES) if (index + number) % 4 == 0]
+        chosen = [policy for index, policy in enumerate(later) if (index + number) % 4 == 0]
         policies = further(f"shape{seed}", content, chosen, budget)
         every.append(Run(f"shape{seed}", ("continuation", "stride:6")[number % 5 == 0], policies, (budget,), False))
     content = random_traces.shape(4)
-    every.append(Run("shape4", "stride:6", further("shape4", content, FURTHER_POLICIES, "1000"), ("1000",), False))
+    every.append(Run("shape4", "stride:6", further("shape4", content, later, "1000"), ("1000",), False))
     if REAL.exists():
         table("real", 30, 9, 3, 64)
         every.append(Run("real", "continuation", further("real", None, FURTHER_REAL_POLICIES, "0.2"), ("0.2",), False))

@@ -18,7 +18,7 @@ OPEN = {"sinks": "0", "local": "0", "dense_layers": "0"}
 DEFAULTS: dict[str, dict[str, str]] = {
     "oracle-top-k": OPEN,
     "oracle-top-p": OPEN,
-    "double-sparsity": OPEN | {"group_factor": "16", "label_bits": "4", "channels": "qk", "channel_heads": "query"},
+    "double-sparsity": OPEN | {"group_factor": "16", "label_bits": "4", "channels": "qk", "share": "query-head"},
     "page-means": {"page": "16", "least_pages": "3", "dense_layers": "0"},
     "lsh": {"sinks": "128", "local": "128", "bits": "8", "tables": "75", "seed": "0", "dense_layers": "0"},
     "pq": {"sinks": "128", "local": "128", "parts": "2", "bits": "6", "iterations": "10"}
@@ -135,7 +135,7 @@ def double_sparsity(case: Case) -> Selection:
     """Products of a few channels in a few bits."""
     trace, bits = case.trace, case.number("label_bits")
     r = max(1, trace.dimension // case.number("group_factor"))
-    shares = case.parameters["channel_heads"] == "kv"
+    shares = case.parameters["share"] == "kv-head"
 
     def scores(layer: int) -> Callable[[int, np.ndarray], np.ndarray]:
         channels = [rank(of_head)[:r] for of_head in channel_sizes(case, layer)]
@@ -161,7 +161,7 @@ def channel_sizes(case: Case, layer: int) -> np.ndarray:
         sizes = np.abs(unrotated(trace, layer, queries, position)).mean(axis=1)
     else:
         sizes = np.repeat(np.abs(unrotated(trace, layer, keys, position)).mean(axis=1), group, axis=0)
-    if case.parameters["channel_heads"] == "kv":
+    if case.parameters["share"] == "kv-head":
         return np.repeat(by_group(trace, sizes).mean(axis=1), group, axis=0)
     return sizes
 
@@ -251,9 +251,9 @@ def lsh(case: Case) -> Selection:
 
 def lifted_keys(keys: np.ndarray) -> np.ndarray:
     """[Hkv,n,d] to unit vectors [Hkv,n,d+1], whose product with a query, 0 in the last component, is as before up to
-    the largest length of all heads."""
+    the largest length of all heads; zeros if all keys are."""
     squares = (keys**2).sum(axis=-1, keepdims=True)
-    largest = math.sqrt(squares.max())
+    largest = math.sqrt(squares.max()) or 1.0
     return np.concatenate([keys, np.sqrt(np.maximum(0, largest**2 - squares))], axis=-1) / largest
 
 

@@ -108,7 +108,7 @@ def test_channels() -> None:
     assert sizes("channels=qk") == [[5, 6, 3, 0], [2, 2, 0, 4.5]]
     assert sizes("channels=q") == [[5, 6, 1, 0], [2, 1, 0, 4.5]]
     assert sizes("channels=k") == [[1, 2, 3, 1]] * 2
-    assert sizes("channels=qk,channel_heads=kv") == [[3.5, 4, 1.5, 2.25]] * 2
+    assert sizes("channels=qk,share=kv-head") == [[3.5, 4, 1.5, 2.25]] * 2
 
 
 def test_products_of_channels() -> None:
@@ -121,7 +121,7 @@ def test_products_of_channels() -> None:
     assert tokens(trace, "double-sparsity:group_factor=3,label_bits=16", "1", 3) == [0, 3]  # by the second channel
     assert chosen(trace, policy, "1").stored_bytes(0) == 2 * 3 * 3 * 4 + 3 * 6
     assert chosen(FIXTURE, "double-sparsity:group_factor=2", "4").stored_bytes(0) == 768 + 2 * 12 * 2 * (1 + 4)
-    of_group = "double-sparsity:group_factor=2,channel_heads=kv"
+    of_group = "double-sparsity:group_factor=2,share=kv-head"
     assert chosen(FIXTURE, of_group, "4").stored_bytes(0) == 768 + 2 * 12 * (1 + 4)
 
 
