@@ -23,16 +23,16 @@ CONTROLS = {
 # The policies of each colour. The ten that figures draw most are the first of their colours, and no family of at most
 # ten policies has a colour twice.
 POLICIES = (
-    ("snapkv", "keydiff", "ada-kv", "local", "kvcrush"),
-    ("h2o", "lagkv", "head-kv", "kivi", "r-kv"),
-    ("chunkkv", "expected-attention", "compactor", "lava", "vase"),
-    ("finch", "cur", "pyramid-infer", "hybrid", "keyformer"),
+    ("snapkv", "keydiff", "ada-kv", "local", "kvcrush", "oracle-top-k"),
+    ("h2o", "lagkv", "head-kv", "kivi", "r-kv", "oracle-top-p"),
+    ("chunkkv", "expected-attention", "compactor", "lava", "vase", "page-means"),
+    ("finch", "cur", "pyramid-infer", "hybrid", "keyformer", "double-sparsity"),
     ("sca", "observed-attention", "duo-attention", "strided", "critical-kv"),
-    ("knorm", "h2o-online", "defensive-kv", "cam-one-shot", "lru"),
+    ("knorm", "h2o-online", "defensive-kv", "cam-one-shot", "lru", "pq"),
     ("tova", "leverage", "simlayerkv", "think", "lfu"),
     ("pyramid-kv", "vatp", "q-filter", "minicache", "native"),
     ("streaming-llm", "scissorhands", "value-norm", "nacl", "dms"),
-    ("dynamickv", "caote", "truncate", "quest", "cap-kv"),
+    ("dynamickv", "caote", "truncate", "quest", "cap-kv", "tri-attention"),
 )
 
 
