@@ -50,8 +50,7 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
     if (!job.is_cell() || job.two_walks != second_walk) continue;
     Measured cell{};
     jobs_.guarded(job, [&] {
-      if (job.budget < of_.prompt())
-        job.selections[l].reads = job.range(view.layer()).plan.schedule->reads(view, job.budget);
+      job.selections[l].reads = reads_of(job.range(view.layer()).plan, view, job.budget);
       cell = prepared(job, view, paired);
     });
     if (job.failure) continue;

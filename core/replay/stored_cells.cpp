@@ -35,6 +35,11 @@ std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& se
   return moved;
 }
 
+LayerReads reads_of(const Plan& plan, const LayerView& view, int budget) {
+  if (budget >= view.prompt() && plan.schedule->has_budget()) return {};
+  return plan.schedule->reads(view, budget);
+}
+
 void apply_store(Backend& backend, const Trace& trace, const Conditions& conditions, const Cell& cell, int layer,
                  const StoreApplied& heard) {
   const auto layers = static_cast<int>(conditions.layers.size());
@@ -57,7 +62,7 @@ void apply_store(Backend& backend, const Trace& trace, const Conditions& conditi
       {layer, layers, stored, conditions.boundary, marked_question(trace, conditions.boundary), projection},
       conditions.eval_queries);
   LayerSelection selection = cell.known.at(static_cast<std::size_t>(layer));
-  if (cell.budget < conditions.boundary) selection.reads = plan.schedule->reads(view, cell.budget);
+  selection.reads = reads_of(plan, view, cell.budget);
   std::unique_ptr<StoredLayer> changed;
   if (plan.store->changes_tokens())
     changed = plan.store->apply(view, selection.set, paired ? paired->partner : Partner{view.layer(), view.tensors()});

@@ -13,6 +13,10 @@ namespace kvreplay {
 /// before the first of these.
 std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& selection);
 
+/// What each query reads of a layer; without `at` if it reads everything. A budget of P or more is everything, unless
+/// the schedule ignores it.
+LayerReads reads_of(const Plan& plan, const LayerView& view, int budget);
+
 /// A layer of a cell, as Sink::selected gets it; `moves`: kept keys stand at their slots.
 using StoreApplied =
     std::function<void(const LayerView&, const LayerSelection&, const StoredLayer* stored, bool moves)>;

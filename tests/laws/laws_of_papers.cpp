@@ -625,6 +625,15 @@ TEST_F(LawsOfPapers, SparseReadsOfPagesOfOneTokenAreThoseOfTheOracle) {
   EXPECT_EQ(run.selections.at({0, 0}).reads.bytes, 0);
 }
 
+TEST_F(LawsOfPapers, SparseReadsWithoutABudgetAreTheSameAtAnyBudget) {
+  const ConfiguredPolicy policy = ConfiguredPolicy::parse("oracle-top-p:p=0.5");
+  const RecordedRun run = record_cells(trace(), {{policy, 8}, {policy, prompt}}, 2);
+  for (int l = 0; l < layers; ++l)
+    for (int t = prompt; t < tokens; ++t)
+      EXPECT_EQ(run.selections.at({1, l}).seen_by(t), run.selections.at({0, l}).seen_by(t));
+  EXPECT_LT(run.selections.at({1, 0}).seen_by(prompt).count(0), prompt);
+}
+
 TEST_F(LawsOfPapers, NoSparseReadsOfAsManyTokensRecallMoreThanTheOracle) {
   const RecordedRun run = record(
       trace(), {"oracle-top-k", "quest:page=4,least_pages=1,dense_layers=0", "page-means:page=4,least_pages=1"}, 24);
