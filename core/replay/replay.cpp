@@ -97,6 +97,7 @@ class Replay {
       const bool queries = tensor.path.ends_with("/q");
       if (tensor.path.ends_with("/wo") && !projection && !vectors) continue;
       if (tensor.path.ends_with("/input_norm") && !vectors) continue;
+      if (tensor.path.ends_with("/x")) continue;  // no policy or metric reads it
       const std::span<const std::int32_t> positions =
           queries ? of_.trace.query_positions(stored) : std::span<const std::int32_t>{};
       std::optional<std::span<const std::int32_t>> rows;

@@ -39,7 +39,7 @@ struct TensorPlace {
 struct LayerPlaces {
   std::vector<std::int32_t> query_positions;
   std::vector<std::int32_t> visible;  // [Hkv, Tq, u], or empty
-  std::vector<TensorPlace> tensors;   // q, k, and v, wo and input_norm where they are stored
+  std::vector<TensorPlace> tensors;   // q, k, and v, wo, input_norm and x where they are stored
 
   /// Of a dataset of integers; of another, none.
   const std::vector<std::int32_t>& numbers(const SchemaEntry& entry) const {

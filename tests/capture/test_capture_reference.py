@@ -12,7 +12,10 @@ import torch
 import transformers
 from tiny_models import CONFIGS, SIZES
 
+import kvreplay as kv
 from kvreplay.capture.command import main
+from kvreplay.capture.model import decoder
+from kvreplay.engine import program
 from kvreplay.errors import Error
 from kvreplay.trace import Trace, TraceWriter
 
@@ -108,3 +111,36 @@ def test_the_writer_refuses_what_the_schema_does_not_allow(
         trace.attributes("/tokens", prefill=3)
         trace.dataset("/tokens/ids", np.arange(5, dtype=np.int32))
         trace.dataset(path, array)
+
+
+@pytest.mark.parametrize("chunk", [[], ["--chunk", "20"]], ids=["one_pass", "chunks"])
+def test_hidden_states(
+    chunk: list[str], model_folder: Folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The inputs of the layers as the model computes them; results of a replay are those without them."""
+    folder = model_folder("llama")
+    trace = captured(folder, tmp_path / "t.h5", "--generate", "4", "--layers", "1-3", "--with-hidden", *chunk)
+    model = as_defined(folder)
+    with torch.inference_mode():
+        ids = torch.tensor(trace["/tokens/ids"][None].astype(np.int64))
+        states = decoder(model)(ids, use_cache=False, output_hidden_states=True).hidden_states
+    for layer in range(3):
+        x = trace[f"/layers/00{layer}/x"]
+        assert x.shape == (trace.tokens, SIZES["hidden_size"])
+        np.testing.assert_allclose(x, states[layer + 1][0].numpy(), rtol=0, atol=1e-5 * np.abs(x).max())
+        np.testing.assert_allclose(np.linalg.norm(x, axis=1), trace[f"/layers/00{layer}/input_norm"], rtol=1e-6)
+    plain = captured(folder, tmp_path / "plain.h5", "--generate", "4", "--layers", "1-3", *chunk)
+    runs = [kv.replay(one, "snapkv:window=4", 0.3, metrics="attention_recall,output_error") for one in (trace, plain)]
+    values = [run.results["value"].tolist() for run in runs]
+    assert values[0] == values[1] and trace.hash != plain.hash
+    capfd.readouterr()
+    assert program(["validate", "--deep", str(trace.path)]) == 0
+    assert program(["diff", str(trace.path), str(plain.path)]) == 1
+    assert program(["info", "--no-estimate", str(trace.path)]) == 0
+    printed = capfd.readouterr().out
+    assert "/layers/002/x" in printed and "q, k, v, input_norm, x" in printed
+    with h5py.File(trace.path, "r+") as file:
+        file["layers/001/x"][3, 5] = np.nan
+    assert program(["validate", "--deep", str(trace.path)]) == 1
+    assert "/layers/001/x: number: expected finite numbers, found nan at head 0, position 3" in capfd.readouterr().out
+    assert kv.replay(trace.path, "snapkv:window=4", 0.3, metrics="output_error").failed == []  # x is not read

@@ -40,6 +40,7 @@ class Choices:
     layers: Layers = None
     spans: tuple[SpanRequest, ...] = ()
     with_wo: bool = False
+    with_hidden: bool = False
     store_dtype: str | None = None
     chunk: int | None = None  # tokens of a pass; None: all in one
     save_reference: bool = False
@@ -75,7 +76,7 @@ def sink_logits(call: LayerCall, query_heads: int) -> np.ndarray:
 
 
 def _tensors(
-    calls: Sequence[LayerCall], sources: Sequence[int], queries: int, tokens: int, store: str, with_wo: bool
+    calls: Sequence[LayerCall], sources: Sequence[int], queries: int, tokens: int, store: str, choices: Choices
 ) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and types of all tensors of a trace."""
     found: list[tuple[tuple[int, ...], str]] = []
@@ -85,8 +86,10 @@ def _tensors(
         if sources[number] == number:
             found += [((x.shape[0], tokens, x.shape[2]), store) for x in (call.k, *values)]
         found.append(((tokens,), "float32"))  # norms of the layer's input
-        if with_wo:
+        if choices.with_wo:
             found.append((tuple(call.output_projection().shape), store))
+        if choices.with_hidden:
+            found.append(((tokens, call.x.shape[1]), store))
     return found
 
 
@@ -158,6 +161,9 @@ def capture(
     calls, rope = probe(model, choices.name, ids[0], max(1, tokens - 1), choices.layers)
     if choices.with_wo:
         refuse_gates(model, ids[0], calls, choices.name)
+    if choices.with_hidden and (missing := [call.layer for call in calls if call.x is None]):
+        expected = "a layer that takes the hidden states of one sequence"
+        raise Error("--with-hidden", f"layer {missing[0]}", expected, "another input", Refusal.CAPABILITY)
     states = other_states(model, ids[0])
     shape = calls[0]
     compute = str(shape.k.dtype).removeprefix("torch.")
@@ -170,7 +176,7 @@ def capture(
     heads = np.array([[call.q.shape[0], call.k.shape[0]] for call in calls], np.int32)
     dims = np.array([[call.k.shape[2], call.v.shape[2]] for call in calls], np.int32)
     (query_heads, kv_heads), (width, value_width) = heads.max(0).tolist(), dims.max(0).tolist()
-    _refuse_full_disk(path, expected_bytes(_tensors(calls, sources, len(positions), tokens, store, choices.with_wo)))
+    _refuse_full_disk(path, expected_bytes(_tensors(calls, sources, len(positions), tokens, store, choices)))
 
     with TraceWriter(path, choices.force, choices.producer) as trace:
         trace.attributes("/", synthetic=int(choices.synthetic))
@@ -220,6 +226,7 @@ def capture(
             checked=_checked(len(positions), choices.verify),
             store=REAL_TYPES[store],
             with_wo=choices.with_wo,
+            with_hidden=choices.with_hidden,
             on_call=bar.update,
         )
         reference = Reference(prompt_tokens, tokens) if choices.save_reference else None

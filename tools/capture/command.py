@@ -150,6 +150,7 @@ def parser() -> Parser:
         help="store the 64 most probable tokens at each continuation token, and the total probability of the others",
     )
     add("--with-wo", action="store_true", help="also store the output projection W_o of each layer")
+    add("--with-hidden", action="store_true", help="also store the hidden states at the input of each layer")
     add("--store-dtype", choices=DTYPES, help="data type of the stored tensors (default: that of the computation)")
     add("--verify", action="store_true", help="check the attention output of all queries, not only of 64 per layer")
     add(

@@ -55,6 +55,7 @@ class LayerCall:
     expansion: torch.Tensor | None  # of MLA [Hq,dV,r]: a query head's values are its products with the latent vectors
     expanded: tuple[torch.Tensor, torch.Tensor]  # keys and values [H,n,...] that the model reads; of MLA H is Hq
     input_norm: torch.Tensor | None  # float32 [n], of the layer's input; None: the model does not show it
+    x: torch.Tensor | None  # [n,hidden], the layer's input; None likewise
 
     @property
     def rope_offset(self) -> int:
@@ -96,11 +97,14 @@ def blocks(base: torch.nn.Module) -> list[torch.nn.Module]:
     return [block for blocks in outermost for block in blocks]
 
 
-def _token_norms(hidden: Any) -> torch.Tensor | None:
-    """The Euclidean norm of each token's hidden state, float32 [n]; None: no hidden states of one sequence."""
-    if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3 or hidden.shape[0] != 1:
-        return None
-    pieces = hidden[0].split(TOKENS_AT_ONCE)
+def _of_one_sequence(hidden: Any) -> torch.Tensor | None:
+    """[n,hidden]; None: no hidden states of one sequence."""
+    return hidden[0] if isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and hidden.shape[0] == 1 else None
+
+
+def _token_norms(hidden: torch.Tensor) -> torch.Tensor:
+    """The Euclidean norm of each token's hidden state, float32 [n]."""
+    pieces = hidden.split(TOKENS_AT_ONCE)
     return torch.cat([torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float32) for piece in pieces])
 
 
@@ -117,11 +121,14 @@ class _Attention:
         self._calls = 0
         self._block: torch.nn.Module | None = None  # the layer under way, and its input
         self._input_norm: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
         self._latents: torch.Tensor | None = None  # of MLA [m,r]: what the layer under way expands to keys and values
 
     def enter(self, block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Before a layer is computed."""
-        self._block, self._input_norm = block, _token_norms(inputs[0] if inputs else named.get("hidden_states"))
+        self._block = block
+        self._input = _of_one_sequence(inputs[0] if inputs else named.get("hidden_states"))
+        self._input_norm = None if self._input is None else _token_norms(self._input)
 
     def expand(self, projection: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """Before the latent vectors of a layer are expanded to keys and values."""
@@ -170,14 +177,15 @@ class _Attention:
             output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **rest)
         if not wanted:
             return output, None
-        norm = self._input_norm if self._block is not module else None  # a block that is its own attention has none
+        # A block that is its own attention has no input of a layer.
+        x, norm = (self._input, self._input_norm) if self._block is not module else (None, None)
         q, k, v, expansion = query[0], key[0, :, -queries:], value[0, :, -queries:], None
         expanded = k, v
         if hasattr(module, "kv_b_proj"):
             q, k, v, expansion = self._absorbed(layer, module, q, k, v.shape[2])
         begin = visibility.tokens - queries
         self._observer(LayerCall(layer, module, begin, q, k, v, output[0], scale, float(softcap or 0), window, chunk,
-                                 sinks, selected, expansion, expanded, norm))  # fmt: skip
+                                 sinks, selected, expansion, expanded, norm, x))  # fmt: skip
         return output, None
 
     def _absorbed(

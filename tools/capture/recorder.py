@@ -50,6 +50,7 @@ class Recorder:
     checked: np.ndarray  # indices into query_positions, ascending: the queries that are recomputed
     store: np.dtype
     with_wo: bool
+    with_hidden: bool
     on_call: Callable[[], None]
     windows: dict[int, int] = field(default_factory=dict)
     chunks: dict[int, int] = field(default_factory=dict)
@@ -72,6 +73,8 @@ class Recorder:
             self._write(f"{base}/{name}", call.begin, to_numpy(getattr(call, name), self.store))
         if call.input_norm is not None:
             self._write(f"{base}/input_norm", call.begin, to_numpy(call.input_norm, np.dtype(np.float32)))
+        if self.with_hidden:
+            self._write(f"{base}/x", call.begin, to_numpy(call.x, self.store))
         self.windows[number], self.chunks[number] = call.window, call.chunk
         if call.selected is not None and first < last:
             self._select(number, call, first, self.query_positions[first:last])
@@ -101,6 +104,8 @@ class Recorder:
             self.trace.dataset(f"{base}/wo", wo)
         if call.input_norm is not None:
             self.trace.begin_tensor(f"{base}/input_norm", np.dtype(np.float32), (self.tokens,))
+        if self.with_hidden:
+            self.trace.begin_tensor(f"{base}/x", self.store, (self.tokens, call.x.shape[1]))
 
     def _select(self, number: int, call: LayerCall, first: int, positions: np.ndarray) -> None:
         """Keeps the tokens that these queries read."""

@@ -162,6 +162,13 @@ bool has_sinks(const TraceHeader& header) {
   return std::ranges::any_of(header.sinks, [](double logit) { return std::isfinite(logit); });
 }
 
+/// Names of the tensors of a layer: "q", "k" and so on.
+std::vector<std::string> tensor_names(const Trace& trace) {
+  std::vector<std::string> names;
+  for (const StoredTensor& tensor : trace.tensors(0)) names.push_back(tensor.path.substr(tensor.path.rfind('/') + 1));
+  return names;
+}
+
 /// "0-2, 4-6" of ascending numbers.
 std::string ranges_text(const std::vector<std::int32_t>& numbers) {
   std::string text;
@@ -267,6 +274,7 @@ Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& 
                 {"softmax_scale", header.softmax_scale},
                 {"logit_softcap", header.logit_softcap},
                 {"rope_pairs", header.rope_pairs},
+                {"tensors", tensor_names(trace)},
                 {"tensor_bytes", trace.tensor_bytes()},
                 {"other_state", Json::array()},
                 {"spans", Json::array()},
@@ -302,6 +310,7 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
   for (const std::string& line : shape_lines(header)) rows.push_back({"shape", line});
   for (const std::string& line : other_state_lines(header)) rows.push_back({"other state", line});
   const TableRow of_attention[] = {
+      {"tensors", fmt::format("{}", fmt::join(tensor_names(trace), ", "))},
       {"queries", stored_queries(trace)},
       {"keys", sources_text(header)},
       {"window", sizes_by_layer(header.sliding_window)},

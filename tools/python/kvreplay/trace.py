@@ -243,7 +243,7 @@ class TraceWriter:
 
     def layer(self, number: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, **others: np.ndarray | None) -> None:
         """One layer, whole: q [Hq,Tq,d], k and v [Hkv,T,d]; by name q_positions [Tq], visible [Hkv,Tq,u], wo
-        [hidden, Hq*d] and input_norm [T]."""
+        [hidden, Hq*d], input_norm [T] and x [T, hidden]."""
         for name, array in {**others, "q": q, "k": k, "v": v}.items():
             if array is not None:
                 self.dataset(f"/layers/{number:03d}/{name}", array)
