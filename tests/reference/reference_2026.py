@@ -342,12 +342,13 @@ def at_threshold(kept: np.ndarray, scores: np.ndarray, threshold: float) -> Call
 # ------------------------------------------------------------------------------------------------------------ lru, lfu
 
 
-def uses(trace: Trace, layer: int, factor: float = 1) -> np.ndarray:
-    """[Hkv,P,P]: whether query t uses token j < t: attends to it, in the group's mean, more than evenly."""
+def uses(trace: Trace, layer: int, factors: tuple[float, ...] = (1.0,)) -> list[np.ndarray]:
+    """[Hkv,P,P] for each factor: whether query t uses token j < t: attends to it, in the group's mean, by more than so
+    many times the even share."""
     queries = np.arange(trace.prompt)
     paid = by_group(trace, attention(trace, layer, queries)[..., : trace.prompt]).mean(axis=1)
-    even = (1 + 1e-6) / (queries + 1)
-    return (paid > factor * even[:, None]) & (queries < queries[:, None])
+    even = ((1 + 1e-6) / (queries + 1))[:, None]
+    return [(paid > factor * even) & (queries < queries[:, None]) for factor in factors]
 
 
 def last_use(used: np.ndarray) -> np.ndarray:
@@ -364,9 +365,8 @@ def by_use(case: Case, by_count: bool) -> Selection:
     rows: list[list[np.ndarray]] = []
     decisions: list[Decision] = []
     for index, layer in enumerate(trace.treated):
-        used = uses(trace, layer)
-        certain = [uses(trace, layer, factor) for factor in (1 + TOLERANCE, 1 - TOLERANCE)]
-        unsure = (certain[0] != certain[1]).any(axis=1)
+        used, surely, perhaps = uses(trace, layer, (1, 1 + TOLERANCE, 1 - TOLERANCE))
+        unsure = (surely != perhaps).any(axis=1)
         rows.append([])
         for row, (count, last) in enumerate(zip(used.sum(axis=1), last_use(used), strict=True)):
             order = np.lexsort((np.arange(trace.prompt), -last, -count * by_count))

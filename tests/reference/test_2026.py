@@ -107,12 +107,14 @@ def test_uses() -> None:
     # query 1 and 2 use token 0, query 3 token 1, query 4 token 2
     queries = np.eye(5)[[4, 0, 0, 1, 2]]
     trace = one_head(queries, 10 * np.eye(5))
-    used = reference_2026.uses(trace, 0)[0]
+    used = reference_2026.uses(trace, 0)[0][0]
     assert np.argwhere(used).tolist() == [[1, 0], [2, 0], [3, 1], [4, 2]]
     assert reference_2026.last_use(used[None])[0].tolist() == [2, 3, 4, 3, 4]
     assert kept(trace, "lru", "3") == [[[1, 2, 4]]]  # of 1 and 3 the lower
     assert kept(trace, "lfu", "3") == [[[0, 2, 4]]]  # of 1 and 2 the one that was used later
-    assert not reference_2026.uses(one_head(np.eye(3), 10 * np.eye(3)), 0).any()  # attention to itself is none either
+    assert not reference_2026.uses(one_head(np.eye(3), 10 * np.eye(3)), 0)[
+        0
+    ].any()  # attention to itself is none either
     zeros = np.zeros((5, 1))  # even attention is no use
     assert kept(one_head(zeros, zeros), "lru", "2") == kept(one_head(zeros, zeros), "lfu", "2") == [[[3, 4]]]
 
@@ -120,7 +122,7 @@ def test_uses() -> None:
 def test_uses_of_a_group() -> None:
     # head 0 attends to token 0 only, head 1 to token 1 only: in the mean both have half, more than a third
     trace = two_query_heads([[0, 0, 30], [0, 0, -30]], [1, -1, 0])
-    assert reference_2026.uses(trace, 0)[0, 2].tolist() == [True, True, False]
+    assert reference_2026.uses(trace, 0)[0][0, 2].tolist() == [True, True, False]
 
 
 # ----------------------------------------------------------------------------------------------------- keys and values
