@@ -269,7 +269,7 @@ def keyformer(case: Case) -> Selection:
     """Cumulative softmax of the logits with Gumbel noise (arXiv 2403.09054); with gap=true as its code, in which the
     token before the recent part neither is recent nor competes."""
     trace, parameters = case.trace, case.parameters
-    gap = int(parameters["gap"] == "true")
+    gap = int(parameters["gap"] == "true" and case.budget < trace.prompt)
     recent = tokens_of(parameters["recent"], case.budget)
     fixed = case.fixed(case.sinks, max(0, recent - gap))
     candidates = np.setdiff1d(np.arange(trace.prompt - recent if gap else trace.prompt), fixed)
