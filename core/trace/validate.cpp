@@ -58,7 +58,7 @@ Coherence key_coherence(const TensorView& keys, const Rope& rope) {
   const std::size_t pairs = rope.inv_freq.size();
   for (std::size_t i = 0; i < pairs; ++i) {
     const double frequency = rope.inv_freq[i];
-    if (frequency * keys.tokens < fewest_turns * 2.0 * std::numbers::pi) continue;
+    if (std::abs(frequency) * keys.tokens < fewest_turns * 2.0 * std::numbers::pi) continue;
     const std::size_t first = static_cast<std::size_t>(rope.offset) + (rope.interleaved ? 2 * i : i);
     const std::size_t second = first + (rope.interleaved ? 1 : pairs);
     for (int head = 0; head < keys.heads; ++head) {
@@ -88,7 +88,7 @@ Coherence key_coherence(const TensorView& keys, const Rope& rope) {
 }
 
 bool rotates(std::span<const double> frequencies) {
-  return std::ranges::any_of(frequencies, [](double f) { return f > 0.0; });
+  return std::ranges::any_of(frequencies, [](double f) { return f != 0.0; });
 }
 
 /// A layer stored without RoPE: do its keys line up once they are turned back by the frequencies of another layer?
@@ -120,7 +120,8 @@ void check_rope(const std::string& file, const std::string& path, const LayerTen
                 DeepReport& report) {
   const std::span<const double> frequencies = layer.rope.inv_freq;
   if (!rotates(frequencies)) return check_missing_rope(file, path, layer, header, report);
-  if (const double fastest = std::ranges::max(frequencies); fastest > std::numbers::pi)
+  const double fastest = std::ranges::max(frequencies, {}, [](double f) { return std::abs(f); });
+  if (std::abs(fastest) > std::numbers::pi)
     report.problems.emplace_back(Refusal::input, file + ":/model/rope/inv_freq", "value",
                                  "at most pi radians a position", fmt::format("{}", fastest));
   if (layer.k.tokens < fewest_tokens) return;

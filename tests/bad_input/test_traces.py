@@ -192,12 +192,6 @@ set_dataset(
     "value: expected finite numbers, found nan at element 2",
 )
 set_dataset(
-    "frequency negative",
-    "/model/rope/inv_freq",
-    element((0, 1), -0.1),
-    "value: expected at least 0, found -0.1 at element 1",
-)
-set_dataset(
     "too many pairs",
     "/model/rope/inv_freq",
     lambda f: np.ones((4, 3)),

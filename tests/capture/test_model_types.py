@@ -11,7 +11,10 @@ from model_types import PAGE, results, table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # The types of one family run the same code: one of each is captured again.
-AGAIN = ("llama", "gemma4", "llama4_text", "qwen3_5", "bamba", "bert", "gpt_oss", "deepseek_v3", "bart", "mpt", "rwkv")
+AGAIN = (
+    *("llama", "gemma4", "llama4_text", "qwen3_5", "bamba", "bert", "gpt_oss", "deepseek_v3", "bart", "mpt", "rwkv"),
+    *("nanochat", "flint", "gptj", "recurrent_gemma", "diffllama", "dory", "zamba2", "qwen4_exp_text", "git", "xlstm"),
+)
 ROWS = dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE))
 
 

@@ -12,6 +12,10 @@ ROW_BLOCK = 256  # rows of a mask, or of logits, held at once
 SAMPLED_BLOCKS = 16  # of rows, evenly spread: all rows up to 4,096
 
 
+class OwnAttention(Exception):
+    """A model computes attention without transformers' AttentionInterface."""
+
+
 @dataclass(frozen=True)
 class MaskRule:
     """A mask [1,1,n,m] of n queries and m keys that is not made: the arguments that sdpa_mask would make it from."""
@@ -31,15 +35,31 @@ class MaskRule:
         return int(self.arguments["kv_length"])
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole mask."""
+        return 1, 1, int(self.arguments.get("q_length") or len(self.arguments["cache_position"])), self.keys
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the elements."""
         return torch.bool
 
+    @property
+    def device(self) -> torch.device:
+        """Of the elements."""
+        return torch.device(self.arguments.get("device") or self.arguments["cache_position"].device)
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Elements of the whole mask, for models that read it, as sparse attention does."""
-        device = self.arguments.get("device") or self.arguments["cache_position"].device
-        queries = self.arguments.get("q_length") or len(self.arguments["cache_position"])
-        return self.rows(0, queries, device)[None, None][index]
+        return self.rows(0, self.shape[2], self.device)[None, None][index]
+
+    def __radd__(self, logits: torch.Tensor) -> Any:
+        """Models that add the mask to logits compute attention themselves."""
+        raise OwnAttention
+
+    def __and__(self, other: torch.Tensor) -> torch.Tensor:
+        """The whole mask of what both see, as sparse attention makes it."""
+        return self[...] & other
 
     def rows(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
         """Rows [begin, end) of the mask, boolean [end - begin, m]."""
@@ -112,6 +132,21 @@ class Visibility:
             if self._follows(device, *rule):
                 return rule
         return None
+
+    def selection(self) -> torch.Tensor | None:
+        """The numbers of the keys that each query sees, ascending, then -1: int [n,u], of a mask that a model made
+        from a choice of earlier keys for each query. None: the mask is of another kind."""
+        mask = self.mask
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or self.keys != self.tokens:
+            return None
+        if mask.shape != (1, 1, self.queries, self.keys) or not mask.any(-1).all():
+            return None
+        rows = mask[0, 0]
+        if (rows & ~self.causal_rows(0, self.queries, rows.device, 0)).any():
+            return None
+        numbers = torch.arange(self.keys, device=rows.device, dtype=torch.int32).expand(rows.shape)
+        numbers = torch.where(rows, numbers, self.keys).sort(-1).values[:, : int(rows.sum(-1).max())]
+        return torch.where(numbers < self.keys, numbers, -1)
 
     def _follows(self, device: torch.device, window: int, chunk: int) -> bool:
         blocks = -(-self.queries // ROW_BLOCK)

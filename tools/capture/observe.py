@@ -20,9 +20,9 @@ from accelerate.utils import align_module_device
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvreplay.capture.masks import MaskRule, Visibility, attention_in_blocks, mask_rule
+from kvreplay.capture.masks import MaskRule, OwnAttention, Visibility, attention_in_blocks, mask_rule
 from kvreplay.capture.model import decoder
-from kvreplay.capture.refusals import ATTENTION_SINKS, is_sink, refused
+from kvreplay.capture.refusals import ATTENTION_SINKS, INTERFACE, NO_INTERFACE, is_sink, refused
 from kvreplay.errors import Error
 
 MODELS = Path(transformers.__file__).parent  # whose code runs the models
@@ -32,6 +32,7 @@ TOKENS_AT_ONCE = 4096  # whose hidden states are widened to float32
 Layers = frozenset[int] | Literal["full"] | None
 LOCAL_KINDS = ("sliding_attention", "chunked_attention")  # in transformers' layer_types
 
+DIFFERENTIAL = "lambda_q1"  # a parameter of differential attention (arXiv:2410.05258)
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 
 
@@ -39,7 +40,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 class LayerCall:
     """One call of one layer's attention: the n tokens of a pass, or of one chunk of it."""
 
-    layer: int  # the model's own number
+    layer: int  # as of LayerNumbers
     module: torch.nn.Module
     begin: int  # position of the first token
     q: torch.Tensor  # [Hq,n,d], after RoPE and QK norm; of MLA absorbed, in float32
@@ -108,8 +109,27 @@ def _token_norms(hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float32) for piece in pieces])
 
 
+class LayerNumbers:
+    """The number of each attention in a pass: the model's own, as long as these ascend. A module that a model calls
+    several times in a pass has separate keys and values for each call, and so has several numbers."""
+
+    def __init__(self) -> None:
+        self._latest, self._module = -1, None
+
+    def begin(self, *_: Any) -> None:
+        """Before a pass."""
+        self._latest, self._module = -1, None
+
+    def of_call(self, module: Any) -> int:
+        own = getattr(module, "layer_idx", None)
+        if module is not self._module or not hasattr(module, DIFFERENTIAL):  # which calls twice with the same keys
+            self._latest = max(self._latest + 1, -1 if own is None else int(own))
+        self._module = module
+        return self._latest
+
+
 class _Attention:
-    """The registered function, for one observer and one pass."""
+    """The registered function, for one observer."""
 
     def __init__(self, model: Any, name: str, observer: Callable[[LayerCall], None], layers: Layers) -> None:
         self._config = model.config.get_text_config()
@@ -118,7 +138,7 @@ class _Attention:
         self._layers = layers
         self._mask: Any = None  # layers share masks: each is looked at once
         self._mask_rule: tuple[int, int] | None = (0, 0)
-        self._calls = 0
+        self._half: tuple[torch.Tensor, torch.Tensor] | None = None  # values and output of differential attention
         self._block: torch.nn.Module | None = None  # the layer under way, and its input
         self._input_norm: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
@@ -136,6 +156,7 @@ class _Attention:
 
     def __call__(
         self,
+        layer: int,
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -145,11 +166,8 @@ class _Attention:
         softcap: float | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        layer = getattr(module, "layer_idx", None)
-        layer = self._calls if layer is None else int(layer)
-        self._calls += 1
         declared = rest.get("sliding_window") or getattr(module, "sliding_window", None) or 0
-        wanted = self._wants(layer, declared)
+        wanted = self._wants(layer, module, declared)
         self._refuse_unknown_terms(layer, module, query.shape[1], rest)
         if wanted:
             self._refuse_shapes(layer, query, key, value)
@@ -161,14 +179,16 @@ class _Attention:
         queries = query.shape[2]
         visibility = Visibility.of(attention_mask, queries, key.shape[2])
         rule = self._rule(visibility, is_causal, declared, query.device)
+        selected = rest.get("indices")
+        selected = None if selected is None else selected[0]
+        if rule is None and wanted and (selected := visibility.selection()) is not None:
+            rule = 0, 0
         if rule is None and wanted:
             raise refused(self._name, f"layer {layer}: a mask of another kind",
                           "causal attention, full, in a sliding window or in chunks")  # fmt: skip
         window, chunk = rule or (0, 0)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sinks = rest.get("s_aux")
-        selected = rest.get("indices")
-        selected = None if selected is None else selected[0]
         if softcap or sinks is not None or selected is not None or attention_mask is not None:
             output = attention_in_blocks(
                 query, key, value, visibility, window, scale, float(softcap or 0), sinks, selected
@@ -177,15 +197,24 @@ class _Attention:
             output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **rest)
         if not wanted:
             return output, None
+        observed_value, observed_output = value, output
+        if hasattr(module, DIFFERENTIAL):
+            if self._half is None:
+                self._half = value, output
+                return output, None
+            halves, self._half = self._half, None
+            observed_value, observed_output = (
+                torch.cat(pair, -1) for pair in zip(halves, (value, output), strict=True)
+            )
         # A block that is its own attention has no input of a layer.
         x, norm = (self._input, self._input_norm) if self._block is not module else (None, None)
-        q, k, v, expansion = query[0], key[0, :, -queries:], value[0, :, -queries:], None
+        q, k, v, expansion = query[0], key[0, :, -queries:], observed_value[0, :, -queries:], None
         expanded = k, v
         if hasattr(module, "kv_b_proj"):
             q, k, v, expansion = self._absorbed(layer, module, q, k, v.shape[2])
         begin = visibility.tokens - queries
-        self._observer(LayerCall(layer, module, begin, q, k, v, output[0], scale, float(softcap or 0), window, chunk,
-                                 sinks, selected, expansion, expanded, norm, x))  # fmt: skip
+        self._observer(LayerCall(layer, module, begin, q, k, v, observed_output[0], scale, float(softcap or 0), window,
+                                 chunk, sinks, selected, expansion, expanded, norm, x))  # fmt: skip
         return output, None
 
     def _absorbed(
@@ -209,11 +238,13 @@ class _Attention:
         keys = torch.cat([latents, rotated[0]], -1)[None]
         return torch.cat([absorbed, query[:, :, plain:].float()], -1), keys, latents[None], to_value
 
-    def _wants(self, layer: int, declared_window: int) -> bool:
+    def _wants(self, layer: int, module: torch.nn.Module, declared_window: int) -> bool:
         if self._layers != "full":
             return self._layers is None or layer in self._layers
         kinds = getattr(self._config, "layer_types", None) or ()
-        return not declared_window and (layer >= len(kinds) or kinds[layer] not in LOCAL_KINDS)
+        own = getattr(module, "layer_idx", None)
+        own = layer if own is None else int(own)
+        return not declared_window and (own >= len(kinds) or kinds[own] not in LOCAL_KINDS)
 
     def _rule(
         self, visibility: Visibility, is_causal: bool, declared: int, device: torch.device
@@ -254,13 +285,20 @@ class _Attention:
 def replaced_attention(
     model: Any, name: str, attention: Callable[..., Any], mask: Callable[..., Any]
 ) -> Iterator[None]:
-    """Inside, these make the attention and the masks of `model`; transformers knows them by `name`."""
+    """Inside, these make the attention and the masks of `model`; transformers knows them by `name`. The first argument
+    of the attention is the layer's number."""
     before = model.config._attn_implementation
-    AttentionInterface.register(name, attention)
+    numbers = LayerNumbers()
+
+    def attend(module: torch.nn.Module, *inputs: Any, **named: Any) -> Any:
+        return attention(numbers.of_call(module), module, *inputs, **named)
+
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     model.set_attn_implementation(name)
     try:
-        yield
+        with decoder(model).register_forward_pre_hook(numbers.begin):
+            yield
     finally:
         model.set_attn_implementation(before)
 
@@ -280,6 +318,8 @@ def observed(model: Any, name: str, observer: Callable[[LayerCall], None], layer
         with replaced_attention(model, "kvreplay", attention, mask_rule):
             try:
                 yield
+            except OwnAttention as error:
+                raise refused(name, NO_INTERFACE, INTERFACE) from error
             except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
                 place = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1]
                 if isinstance(error, torch.OutOfMemoryError) or not place.startswith(str(MODELS)):

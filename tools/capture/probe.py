@@ -11,8 +11,8 @@ import torch
 
 from kvreplay.capture.model import cache_name, decoder, input_device
 from kvreplay.capture.observe import LOCAL_KINDS, LayerCall, Layers, observed
-from kvreplay.capture.refusals import NO_INTERFACE, refused
-from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules
+from kvreplay.capture.refusals import INTERFACE, NO_INTERFACE, refused
+from kvreplay.capture.rope import START, Rope, frequencies, identify, produced_deviation, rotary_modules
 from kvreplay.capture.verify import unit_roundoff
 from kvreplay.errors import Error, Refusal
 from kvreplay.trace import REAL_TYPES
@@ -43,15 +43,16 @@ def refuse_gates(model: Any, token: int, calls: Sequence[LayerCall], name: str) 
     """Rejects layers that change the output of attention before they project it: a stored projection would not say so.
     `calls`: of this token alone."""
     projected: dict[int, torch.Tensor] = {}
+    again: list[LayerCall] = []
+
+    def keep(module: Any, inputs: tuple[Any, ...]) -> None:
+        if again:  # a module that is called for several layers projects after the attention of each
+            projected.setdefault(again[-1].layer, inputs[0].reshape(-1))
+
     with ExitStack() as hooks:
-        for call in calls:
-
-            def keep(module: Any, inputs: tuple[Any, ...], layer: int = call.layer) -> None:
-                projected[layer] = inputs[0].reshape(-1)
-
-            hooks.enter_context(call.projection().register_forward_pre_hook(keep))
+        for projection in {call.projection() for call in calls}:
+            hooks.enter_context(projection.register_forward_pre_hook(keep))
         with torch.inference_mode():
-            again: list[LayerCall] = []
             with observed(model, name, again.append, frozenset(call.layer for call in calls)):
                 decoder(model)(input_ids=torch.tensor([[token]], device=input_device(model)), use_cache=False)
     for call in again:
@@ -82,22 +83,33 @@ def probe(
             ids, positions = (torch.tensor([[number]], device=input_device(model)) for number in (token, place))
             base(input_ids=ids, position_ids=positions, use_cache=False)
         if not calls and layers is None:
-            raise refused(name, NO_INTERFACE, "attention through transformers' AttentionInterface")
+            raise refused(name, NO_INTERFACE, INTERFACE)
         return [call.k[:, 0, call.rope_offset :].cpu().double().numpy() for call in calls]
 
+    _refuse_selected_blocks(base, name, position + 1)
     with ExitStack() as hooks:
         for module in rotary_modules(base):
             hooks.enter_context(module.register_forward_hook(watch))
+        position = max(position, START + 1)
         keys_at(position)  # length-dependent frequencies are set now
         _refuse_missing_layers(layers, calls)
         _refuse_differences(calls, name)
         candidates = frequencies(base)
         rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
-        rope = identify(name, candidates, keys_at, position, rounding)
+        exact = all(call.sinks is None for call in calls)
+        rope = identify(name, candidates, keys_at, position, rounding, exact)
     off = produced_deviation(candidates, produced, position) if rope else 0.0
     if off > 4 * rounding + 1e-6 * position:
         raise refused(name, f"cosines and sines {off:.3g} from those of its frequencies", "RoPE as its inv_freq says")
     return list(calls), rope
+
+
+def _refuse_selected_blocks(base: Any, name: str, tokens: int) -> None:
+    """Each head of MiniMax-M3 selects blocks of keys, which a text of one block has no choice of."""
+    sizes = [module.block_size for module in base.modules() if hasattr(module, "topk_blocks")]
+    if sizes and tokens > min(sizes):
+        expected = f"a text of at most {min(sizes)} tokens (--max-tokens)"
+        raise refused(name, "blocks of keys that each head selects", expected)
 
 
 def _refuse_missing_layers(layers: Layers, calls: Sequence[LayerCall]) -> None:
@@ -119,5 +131,3 @@ def _refuse_differences(calls: Sequence[LayerCall], name: str) -> None:
         if (call.scale, call.softcap) != (first.scale, first.softcap):
             found_text = f"softmax scale or softcap that differs in layer {call.layer}"
             raise refused(name, found_text, f"scale {first.scale}, softcap {first.softcap} everywhere")
-    if len({call.layer for call in calls}) != len(calls):
-        raise refused(name, "layers that are called twice", "each layer once a pass")

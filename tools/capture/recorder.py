@@ -80,7 +80,7 @@ class Recorder:
             self._select(number, call, first, self.query_positions[first:last])
         self._verify(base, call, self.checked[(self.checked >= first) & (self.checked < last)])
         if end == self.tokens and number in self.selections:
-            self._write_selection(base, self.selections.pop(number))
+            self._write_selection(base, self.selections.pop(number), call.k.shape[0])
         _return_freed_memory()
         self.on_call()
 
@@ -119,10 +119,10 @@ class Recorder:
                 wide = self.selections[number] = np.concatenate([wide, more], 1)
             wide[row, : len(read)] = read
 
-    def _write_selection(self, base: str, units: np.ndarray) -> None:
-        """Nothing of a layer whose queries read all tokens that they see."""
+    def _write_selection(self, base: str, units: np.ndarray, kv_heads: int) -> None:
+        """Of each KV head the same. Nothing of a layer whose queries read all tokens that they see."""
         if ((units >= 0).sum(1) <= self.query_positions).any():
-            self.trace.dataset(f"{base}/visible", units[None])
+            self.trace.dataset(f"{base}/visible", np.repeat(units[None], kv_heads, 0))
             self.selects = True
 
     def _write(self, path: str, begin: int, tensor: np.ndarray) -> None:

@@ -29,12 +29,26 @@ def _encoder_decoder(config: Any) -> bool:
 
 def _additive_bias(config: Any) -> bool:
     always = {"bloom", "mpt"}  # their configurations need not say so
-    named = _has(config, "alibi", "use_alibi", "position_bias_num_buckets", "relative_attention_num_buckets")
+    named = _has(config, "alibi", "use_alibi", "position_bias_num_buckets", "relative_attention_num_buckets",
+                 "keep_window_size")  # fmt: skip # the last one of Doge, whose bias depends on the values
     return named or getattr(config, "model_type", "") in always
 
 
 def _shared_keys(config: Any) -> bool:
-    return _has(config, "use_cla", "cla_share_factor")
+    of_loops = ("recurrent_kv_cache_mode", "last_loop") in _settings(config)
+    return of_loops or _has(config, "use_cla", "cla_share_factor")
+
+
+def _other_cache(config: Any) -> bool:
+    return getattr(config, "model_type", "").endswith("_assistant")
+
+
+def _compressed(config: Any) -> bool:
+    return _has(config, "compress_rates")
+
+
+def _patches(config: Any) -> bool:
+    return _has(config, "patching_mode")
 
 
 @dataclass(frozen=True)
@@ -50,10 +64,13 @@ OBSTACLES = (
     Obstacle("encoder-decoder", "a decoder-only model", _encoder_decoder),
     Obstacle("ALiBi or other additive bias", "attention logits without additive bias", _additive_bias),
     Obstacle("keys and values shared between layers", "a separate KV cache for every layer", _shared_keys),
+    Obstacle("keys and values of another model", "a model with its own KV cache", _other_cache),
+    Obstacle("compressed entries", "a key and a value of each token", _compressed),
+    Obstacle("keys of patches of tokens", "a key of each token", _patches),
 )
 
 ATTENTION_SINKS = "attention sinks"
-NO_INTERFACE = "no attention interface"
+NO_INTERFACE, INTERFACE = "no attention interface", "attention through transformers' AttentionInterface"
 
 
 def is_sink(parameter: str) -> bool:
@@ -75,4 +92,4 @@ def refuse_by_config(model: str, config: Any) -> None:
 def refuse_by_structure(model: str, skeleton: Any) -> None:
     """Raises for obstacles that only the modules show; `skeleton` may be without weights."""
     if not skeleton._can_set_attn_implementation():
-        raise refused(model, NO_INTERFACE, "attention through transformers' AttentionInterface")
+        raise refused(model, NO_INTERFACE, INTERFACE)

@@ -1,8 +1,8 @@
 """Which rotary embedding each layer applies: found in the model's modules, proved on its keys.
 
 A single token attends to itself alone, so its hidden states do not depend on its position, and its key at position p
-is its key at position 0 rotated by p: that tells for every layer which frequencies it uses, how components pair,
-and whether it rotates at all.
+is its key at position 1 rotated by p - 1: that tells for every layer which frequencies it uses, how components pair,
+and whether it rotates at all. Position 0 may be another case: the recurrent blocks of some hybrids begin there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvreplay.capture.refusals import refused
 
 STYLES = ("halves", "interleaved")
 SUFFIX = "inv_freq"
+START = 1  # the first of the two positions
 CLEAR = 2.0  # the next-best candidate's error must be larger than the best one's by this factor
 
 
@@ -62,16 +63,33 @@ def rotary_modules(decoder: torch.nn.Module) -> list[torch.nn.Module]:
 def frequencies(decoder: torch.nn.Module) -> list[Frequencies]:
     """The distinct rotary data among a model's modules, as they stand after its latest pass."""
     found: list[Frequencies] = []
+
+    def add(candidate: Frequencies) -> None:
+        if not any(same(candidate, other) for other in found):
+            found.append(candidate)
+
     for module in rotary_modules(decoder):
         for name, buffer in module.named_buffers(recurse=False):
             if not name.endswith(SUFFIX) or name.endswith("original_" + SUFFIX):
                 continue
             prefix = name.removesuffix(SUFFIX)
             scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
-            candidate = Frequencies(buffer.detach().cpu().double().numpy().reshape(-1), scaling)
-            if not any(same(candidate, other) for other in found):
-                found.append(candidate)
+            add(Frequencies(buffer.detach().cpu().double().numpy().reshape(-1), scaling))
+    for module in (m for m in decoder.modules() if "Rotary" in type(m).__name__):
+        for table in module.buffers(recurse=False):
+            if (frequency := _of_table(table)) is not None:
+                add(Frequencies(frequency, 1.0))
     return found
+
+
+def _of_table(table: torch.Tensor) -> np.ndarray | None:
+    """The frequencies [r] behind sines and cosines [positions,2r], as GPT-J has them; None: not such a table."""
+    if table.ndim != 2 or len(table) < 2 or table.shape[1] % 2:
+        return None
+    (sine_0, cosine_0), (sine, cosine) = table[:2].detach().cpu().double().unflatten(1, (2, -1)).numpy()
+    if np.any(sine_0 != 0) or np.any(cosine_0 != 1) or np.max(np.abs(np.hypot(sine, cosine) - 1)) > 2.0**-7:
+        return None
+    return np.arctan2(sine, cosine)
 
 
 def same(one: Frequencies, other: Frequencies) -> bool:
@@ -99,7 +117,7 @@ def _best_fit(
     layer: int, before: np.ndarray, after: np.ndarray, position: int, candidates: list[Frequencies], style: str
 ) -> Fit:
     candidates = [one for one in candidates if 2 * len(one.inv_freq) <= before.shape[-1]]
-    errors = [_deviation(after, rotate(before, position * c.inv_freq, style)) for c in candidates]
+    errors = [_deviation(after, rotate(before, (position - START) * c.inv_freq, style)) for c in candidates]
     best, *others = np.argsort(errors, kind="stable")
     return Fit(layer, candidates[best], errors[best], min((errors[other] for other in others), default=np.inf))
 
@@ -110,6 +128,7 @@ def identify(
     keys_at: Callable[[int], list[np.ndarray]],
     position: int,
     rounding: float,
+    exact: bool = True,
 ) -> Rope | None:
     """The RoPE of every layer; None if no layer has any.
 
@@ -117,22 +136,25 @@ def identify(
     computed in. The last call is for `position`, so that length-dependent frequencies stand as they will in the pass.
 
     "No rotation" is a candidate beside the frequencies, and the candidate with the smallest error is chosen. The
-    error of a correct rotation is rounding; a layer that does not rotate gives the same bits at both positions.
+    error of a correct rotation is rounding; a layer that does not rotate gives the same bits at both positions, if the
+    layers before are `exact`: their outputs for one token do not depend on rounded logits. Some models rotate by the
+    negative angle (nanochat): so the negative frequencies are candidates.
     """
     tolerance = 16 * rounding + 1e-6 * position + 1e-5  # rounding of products; angles are float32 in the model
-    at_start, moved = keys_at(0), keys_at(position)
+    at_start, moved = keys_at(START), keys_at(position)
     still = Frequencies(np.zeros(0), 1.0)
+    both_senses = [*candidates, *(Frequencies(-one.inv_freq, one.attention_scaling) for one in candidates)]
 
     def fits(style: str) -> list[Fit]:
         layers = enumerate(zip(at_start, moved, strict=True))
         return [
-            _best_fit(layer, before, after, position, [still, *candidates], style) for layer, (before, after) in layers
+            _best_fit(layer, before, after, position, [still, *both_senses], style) for layer, (before, after) in layers
         ]
 
     by_style = {style: fits(style) for style in STYLES}
     style = min(STYLES, key=lambda style: max(fit.error for fit in by_style[style]))
     chosen = by_style[style]
-    unexplained = [fit for fit in chosen if fit.error > (rounding if fit.frequencies is still else tolerance)]
+    unexplained = [fit for fit in chosen if fit.error > (rounding if fit.frequencies is still and exact else tolerance)]
     if not candidates:
         lengths = [
             _deviation(np.linalg.norm(after, axis=-1), np.linalg.norm(before, axis=-1)) <= tolerance

@@ -141,6 +141,7 @@ class MaskedAttention:
 
     def __call__(
         self,
+        number: int,
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -149,7 +150,6 @@ class MaskedAttention:
         scaling: float | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        number = int(module.layer_idx)
         key, value = self._keys(number, key, value)
         layer, queries = self.layers[number], query.shape[2]
         begin = self.begin + key.shape[2] - self._given(number) - queries

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from kvreplay.capture.model import decoder, input_device
-from kvreplay.capture.observe import LayerCall, blocks, observed
+from kvreplay.capture.observe import DIFFERENTIAL, LayerCall, blocks, observed
+from kvreplay.errors import Error, Refusal
 from kvreplay.live.attention import NEVER, Held, Layer, MaskedAttention, PageReads, kept_tokens, masked, together
 
 
@@ -48,6 +49,9 @@ def read(model: Any, name: str, ids: Sequence[int], prompt: int) -> Text:
 
     def observe(call: LayerCall) -> None:
         nonlocal heads
+        if hasattr(call.module, DIFFERENTIAL) or call.selected is not None:
+            found = "differential attention" if call.selected is None else "queries that read selected tokens"
+            raise Error(name, "kvreplay live", "attention to all kept tokens, once a layer", found, Refusal.INPUT)
         heads = call.q.shape[0]
         k, v = (x[:, :prompt].clone() for x in call.expanded)
         layers[call.layer] = Layer(call.scale, call.softcap, call.window, k, v, call.chunk, call.sinks)
