@@ -628,9 +628,11 @@ TEST_F(LawsOfPapers, SparseReadsOfPagesOfOneTokenAreThoseOfTheOracle) {
 TEST_F(LawsOfPapers, SparseReadsWithoutABudgetAreTheSameAtAnyBudget) {
   const ConfiguredPolicy policy = ConfiguredPolicy::parse("oracle-top-p:p=0.5");
   const RecordedRun run = record_cells(trace(), {{policy, 8}, {policy, prompt}}, 2);
-  for (int l = 0; l < layers; ++l)
+  for (int l = 0; l < layers; ++l) {
+    ASSERT_TRUE(run.selections.at({1, l}).differs_by_query());
     for (int t = prompt; t < tokens; ++t)
       EXPECT_EQ(run.selections.at({1, l}).seen_by(t), run.selections.at({0, l}).seen_by(t));
+  }
   EXPECT_LT(run.selections.at({1, 0}).seen_by(prompt).count(0), prompt);
 }
 
