@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from model_types import configuration
 from tiny_models import build, character_tokenizer
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,8 @@ import kvreplay as kv
 from kvreplay.capture.command import main
 from kvreplay.capture.rope import rotate
 from kvreplay.errors import Error
-from kvreplay.live.passes import read
+from kvreplay.live.passes import Evicted, everything, generate, read
+from kvreplay.live.passes import run as run_pass
 from kvreplay.trace import Trace
 
 PROMPT = "The heron stood in the shallow water all the morning, and did not move."
@@ -99,8 +101,9 @@ def test_modules_that_are_called_several_times(
 
 
 def test_output_projection_of_several_calls(folder: Callable[..., Path], tmp_path: Path) -> None:
-    trace = captured(folder("zamba2"), tmp_path / "t.h5", "--layers", "1", "--with-wo")
-    assert "/layers/000/wo" in trace
+    trace = captured(folder("zamba2"), tmp_path / "t.h5", "--with-wo")
+    assert "/layers/000/wo" in trace and "/layers/001/wo" in trace
+    captured(folder("zamba2"), tmp_path / "some.h5", "--layers", "1", "--with-wo")
 
 
 def test_differential_attention(
@@ -159,3 +162,15 @@ def test_selected_blocks_of_each_head(
     assert capture(model, tmp_path / "t.h5") == 3
     expected = "a text of at most 8 tokens (--max-tokens), found blocks of keys that each head selects"
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["dory", "zamba2"])
+def test_passes_of_the_live_model_number_layers_alike(kind: str, folder: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder(kind)).eval()
+    ids = character_tokenizer()(PROMPT).input_ids
+    text = read(model, "tiny", ids, len(ids) - 4)
+    assert list(text.layers) == list(range(6 if kind == "dory" else 2))
+    run = run_pass(model, text, Evicted.behind_prompt(text, [everything(text)]))
+    if kind == "dory":  # without the other state of a hybrid, a pass behind the prompt has no equal
+        torch.testing.assert_close(run.log_probabilities[0], text.own, atol=1e-4, rtol=1e-4)
+    assert len(generate(model, text, [everything(text)], 3)[0]) == 3

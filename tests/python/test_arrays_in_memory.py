@@ -294,6 +294,8 @@ REFUSED = {
     "rope.inv_freq: shape: expected [3, r] or [r], found []": changed("rope", None, kv.Rope(1.0)),
     "rope.inv_freq: value: expected at most pi radians a position, found 4":
         changed("rope", None, kv.Rope(np.full(8, 4.0))),
+    "rope.inv_freq: value: expected at most pi radians a position, found -4":
+        changed("rope", None, kv.Rope(np.full(8, -4.0))),
     "rope.attention_scaling: value: expected above 0, found 0 at element 0":
         changed("rope", None, kv.Rope(np.ones(8), 0.0)),
     "query_positions[1]: order: expected strictly ascending, found 3 after 3 at element 1":
