@@ -7,6 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "attention/softmax_keys.h"  // stored_query and read_row, which policies use with these products
+#include "float_types.h"
 #include "matrix.h"
 #include "tensor.h"
 

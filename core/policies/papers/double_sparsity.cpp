@@ -4,8 +4,6 @@
 #include <span>
 #include <vector>
 
-#include "attention/softmax_keys.h"
-#include "float_types.h"
 #include "observables/query_products.h"
 #include "policies/arithmetic/ranking.h"
 #include "policies/policy.h"

@@ -6,9 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "attention/softmax_keys.h"
-#include "error.h"
-#include "float_types.h"
 #include "observables/product_codes.h"
 #include "observables/query_products.h"
 #include "policies/policy.h"
