@@ -16,7 +16,7 @@ from tiny_models import LOCAL_AND_GLOBAL, SIZES, build, character_tokenizer
 
 from kvreplay.capture.command import main
 from kvreplay.capture.probe import probe
-from kvreplay.capture.rope import START, Frequencies, Rope, identify, produced_deviation, rotate
+from kvreplay.capture.rope import Frequencies, Rope, identify, produced_deviation, rotate
 from kvreplay.errors import Error
 from kvreplay.trace import Trace
 
@@ -125,7 +125,7 @@ def test_capture_reports_rotating_layers_and_the_margin(
 
 
 def identified(keys: np.ndarray, moved: np.ndarray, candidates: list[Frequencies]) -> Rope | None:
-    return identify("tiny", candidates, lambda position: [keys if position == START else moved], START + 40, 2.0**-9)
+    return identify("tiny", candidates, lambda position: [moved if position else keys], 40, 2.0**-9)
 
 
 def test_keys_that_fit_two_rotations_about_as_well_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from kvreplay.capture.model import cache_name, decoder, input_device
 from kvreplay.capture.observe import LOCAL_KINDS, LayerCall, Layers, observed
 from kvreplay.capture.refusals import INTERFACE, NO_INTERFACE, refused
-from kvreplay.capture.rope import START, Rope, frequencies, identify, produced_deviation, rotary_modules
+from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules
 from kvreplay.capture.verify import unit_roundoff
 from kvreplay.errors import Error, Refusal
 from kvreplay.trace import REAL_TYPES
@@ -90,18 +90,26 @@ def probe(
     with ExitStack() as hooks:
         for module in rotary_modules(base):
             hooks.enter_context(module.register_forward_hook(watch))
-        position = max(position, START + 1)
+        keys_at(0)
+        values = [call.v for call in calls]
         keys_at(position)  # length-dependent frequencies are set now
         _refuse_missing_layers(layers, calls)
         _refuse_differences(calls, name)
         candidates = frequencies(base)
         rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
+        start = 0 if all(_same_values(v, call.v, rounding) for v, call in zip(values, calls, strict=True)) else 1
+        position = max(position, start + 1)
         exact = all(call.sinks is None for call in calls)
-        rope = identify(name, candidates, keys_at, position, rounding, exact)
+        rope = identify(name, candidates, keys_at, position, rounding, exact, start)
     off = produced_deviation(candidates, produced, position) if rope else 0.0
     if off > 4 * rounding + 1e-6 * position:
         raise refused(name, f"cosines and sines {off:.3g} from those of its frequencies", "RoPE as its inv_freq says")
     return list(calls), rope
+
+
+def _same_values(at_start: torch.Tensor, moved: torch.Tensor, rounding: float) -> bool:
+    """Whether the values of a layer, which RoPE leaves unchanged, are equal at two positions within rounding."""
+    return float((at_start - moved).abs().max()) <= (16 * rounding + 1e-4) * float(moved.abs().max())
 
 
 def _refuse_selected_blocks(base: Any, name: str, tokens: int) -> None:

@@ -1,8 +1,8 @@
 """Which rotary embedding each layer applies: found in the model's modules, proved on its keys.
 
 A single token attends to itself alone, so its hidden states do not depend on its position, and its key at position p
-is its key at position 1 rotated by p - 1: that tells for every layer which frequencies it uses, how components pair,
-and whether it rotates at all. Position 0 may be another case: the recurrent blocks of some hybrids begin there.
+is its key at position 0 rotated by p: that tells for every layer which frequencies it uses, how components pair,
+and whether it rotates at all. Recurrent blocks that treat position 0 as a beginning need position 1 in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from kvreplay.capture.refusals import refused
 
 STYLES = ("halves", "interleaved")
 SUFFIX = "inv_freq"
-START = 1  # the first of the two positions
 CLEAR = 2.0  # the next-best candidate's error must be larger than the best one's by this factor
 
 
@@ -114,10 +113,10 @@ def _deviation(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _best_fit(
-    layer: int, before: np.ndarray, after: np.ndarray, position: int, candidates: list[Frequencies], style: str
+    layer: int, before: np.ndarray, after: np.ndarray, distance: int, candidates: list[Frequencies], style: str
 ) -> Fit:
     candidates = [one for one in candidates if 2 * len(one.inv_freq) <= before.shape[-1]]
-    errors = [_deviation(after, rotate(before, (position - START) * c.inv_freq, style)) for c in candidates]
+    errors = [_deviation(after, rotate(before, distance * c.inv_freq, style)) for c in candidates]
     best, *others = np.argsort(errors, kind="stable")
     return Fit(layer, candidates[best], errors[best], min((errors[other] for other in others), default=np.inf))
 
@@ -129,11 +128,13 @@ def identify(
     position: int,
     rounding: float,
     exact: bool = True,
+    start: int = 0,
 ) -> Rope | None:
     """The RoPE of every layer; None if no layer has any.
 
-    `keys_at(p)` are all layers' keys [Hkv,d] of one token at position p, `rounding` the unit of the type they were
-    computed in. The last call is for `position`, so that length-dependent frequencies stand as they will in the pass.
+    `keys_at(p)` are all layers' keys [Hkv,d] of one token at position p: `start` and `position`. `rounding` is the unit
+    of the type they were computed in. The last call is for `position`, so that length-dependent frequencies stand as
+    they will in the pass.
 
     "No rotation" is a candidate beside the frequencies, and the candidate with the smallest error is chosen. The
     error of a correct rotation is rounding; a layer that does not rotate gives the same bits at both positions, if the
@@ -141,14 +142,15 @@ def identify(
     negative angle (nanochat): so the negative frequencies are candidates.
     """
     tolerance = 16 * rounding + 1e-6 * position + 1e-5  # rounding of products; angles are float32 in the model
-    at_start, moved = keys_at(START), keys_at(position)
+    at_start, moved = keys_at(start), keys_at(position)
     still = Frequencies(np.zeros(0), 1.0)
     both_senses = [*candidates, *(Frequencies(-one.inv_freq, one.attention_scaling) for one in candidates)]
 
     def fits(style: str) -> list[Fit]:
         layers = enumerate(zip(at_start, moved, strict=True))
         return [
-            _best_fit(layer, before, after, position, [still, *both_senses], style) for layer, (before, after) in layers
+            _best_fit(layer, before, after, position - start, [still, *both_senses], style)
+            for layer, (before, after) in layers
         ]
 
     by_style = {style: fits(style) for style in STYLES}
