@@ -134,7 +134,7 @@ inline std::vector<std::string> all_policies() {
            "compactor:mix=0.35,sketch=3,sinks=1,recent=1,block=7",
            "expected-attention:sinks=1,future=5,epsilon=0.01,heads=query",
            "expected-attention:covariance=false,vnorm=false,heads=layer,schedule=every(19),store=cache",
-           "r-kv:window=3,kernel=3,lambda=0.5,threshold=0.2",
+           "r-kv:window=3,kernel=3,mix_lambda=0.5,threshold=0.2",
            "r-kv:window=2,schedule=threshold(0.4,0.2),store=cache",
            "vase:window=3,large=0.5,sinks=1,temperature=2,seed=3",
            "vase:window=2,sinks=1,schedule=every(16)",

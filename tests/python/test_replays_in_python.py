@@ -271,7 +271,9 @@ def test_every_registered_policy_is_a_function() -> None:
     assert set(kv.policy) >= set(names) and {name.replace("-", "_") for name in names} <= set(dir(kv.policy))
     for one in listed:
         make = getattr(kv.policy, one["name"].replace("-", "_"))
-        declared = {name: p for name, p in inspect.signature(make).parameters.items() if name != "parts"}
+        declared = {
+            name: p for name, p in inspect.signature(make).parameters.items() if p.kind != inspect.Parameter.VAR_KEYWORD
+        }
         assert list(declared) == [parameter["name"].replace(".", "_") for parameter in one["parameters"]]
         for parameter in one["parameters"]:
             standard = declared[parameter["name"].replace(".", "_")].default

@@ -310,7 +310,7 @@ FURTHER_POLICIES = [
 # Policies whose reference was written before them: compared as soon as the registry has them.
 AHEAD_POLICIES = [
     "r-kv:window=2,kernel=3",
-    "r-kv:window=4,kernel=1,lambda=0.5,threshold=0.2",
+    "r-kv:window=4,kernel=1,mix_lambda=0.5,threshold=0.2",
     "vase:window=4,sinks=1",
     "vase:window=2,sinks=0,large=0.6,kernel=3,temperature=2,seed=3",
     "cap-kv:sinks=1,future=4",

@@ -42,7 +42,7 @@ from reference_selection import (
 )
 
 DEFAULTS: dict[str, dict[str, str]] = {
-    "r-kv": {"window": "8", "kernel": "7", "lambda": "0.07", "threshold": "0.5"},
+    "r-kv": {"window": "8", "kernel": "7", "mix_lambda": "0.07", "threshold": "0.5"},
     "vase": {"window": "64", "large": "0.25", "kernel": "5", "sinks": "4", "temperature": "1", "seed": "0"},
     "cap-kv": {"tau": "5", "future": "512", "sinks": "4", "epsilon": "1e-6"},
     "kvcrush": {"window": "8", "page": "16", "ratio": "0.25", "anchor": "mean", "seed": "0", "heads": "kv"},
@@ -81,7 +81,7 @@ def to_prompt(case: Case, scores: np.ndarray) -> np.ndarray:
 
 def r_kv(case: Case) -> Selection:
     """The window, and tokens that it attends to and whose keys are unlike the others (arXiv 2505.24133)."""
-    share, threshold = float(case.parameters["lambda"]), float(case.parameters["threshold"])
+    share, threshold = float(case.parameters["mix_lambda"]), float(case.parameters["threshold"])
     window = observation_window(case)
     _, recent = case.guarded(case.sinks, window)
     columns = case.trace.prompt - recent

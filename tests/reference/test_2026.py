@@ -55,10 +55,10 @@ def test_a_window_that_competes() -> None:
 def test_balance_of_r_kv() -> None:
     keys = np.array([[1.0, 0], [2, 0], [0, 1], [-3, 0], [0, 0]])
     trace = one_head([[0.0, 0]] * 4 + [[3, 1]], keys)
-    assert kept(trace, "r-kv:window=1,kernel=1,lambda=1", "3") == [[[0, 1, 4]]]
-    assert kept(trace, "r-kv:window=1,kernel=1,lambda=0", "3") == [[[1, 3, 4]]]
+    assert kept(trace, "r-kv:window=1,kernel=1,mix_lambda=1", "3") == [[[0, 1, 4]]]
+    assert kept(trace, "r-kv:window=1,kernel=1,mix_lambda=0", "3") == [[[1, 3, 4]]]
     # a kernel of 3 lifts the neighbours of key 1
-    assert kept(trace, "r-kv:window=1,kernel=3,lambda=1", "4") == [[[0, 1, 2, 4]]]
+    assert kept(trace, "r-kv:window=1,kernel=3,mix_lambda=1", "4") == [[[0, 1, 2, 4]]]
 
 
 def test_parts_of_vase() -> None:
@@ -293,7 +293,7 @@ def test_heads_of_kvcompose() -> None:
 @pytest.mark.parametrize(
     ("policy", "other"),
     [
-        ("r-kv:window=2,kernel=3", "r-kv:window=2,kernel=3,lambda=0.9"),
+        ("r-kv:window=2,kernel=3", "r-kv:window=2,kernel=3,mix_lambda=0.9"),
         ("vase:window=2,sinks=1", "vase:window=2,sinks=1,seed=1"),
         ("vase:window=2,sinks=1", "vase:window=2,sinks=1,large=0.7"),
         ("cap-kv:sinks=1,future=3", "cap-kv:sinks=1,future=3,tau=0.1"),

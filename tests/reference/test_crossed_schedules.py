@@ -153,7 +153,7 @@ SHORT = Setting(
         "kivi": "group=4,residual=5",
         "think": "window=4,recent=3",
         "quest": "page=4,dense_layers=1,least_pages=2",
-        "r-kv": "window=3,kernel=3,lambda=0.5",
+        "r-kv": "window=3,kernel=3,mix_lambda=0.5",
         "vase": "window=4,sinks=2,large=0.4,seed=3",
         "cap-kv": "sinks=2,future=5,tau=2",
         "kvcrush": "window=3,page=3,ratio=0.5",

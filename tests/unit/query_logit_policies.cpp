@@ -67,7 +67,7 @@ TEST_F(QueryLogitPolicies, RKvSubtractsTheRedundancyOfKeysFromTheAttentionBefore
   constexpr int window = 5, before = prompt - window;
   constexpr double lambda = 0.3;
   for (const double threshold : {0.2, 0.5, 0.99}) {
-    const Matrix found = scores("r-kv:window=5,kernel=3,lambda=0.3,threshold=" + std::to_string(threshold));
+    const Matrix found = scores("r-kv:window=5,kernel=3,mix_lambda=0.3,threshold=" + std::to_string(threshold));
     for (int c = 0; c < kv_heads; ++c) {
       Numbers attention(before);
       for (int t = before; t < prompt; ++t) {
@@ -271,7 +271,7 @@ TEST_F(QueryLogitPolicies, OfCachePositionsReadQueriesAtTheirSlots) {
   const LayerView whole(*backend, rotated, {.stored_layer = 3, .prompt = prompt}, eval);
   const std::vector<std::int32_t> positions{0, 2, 3, 5, 8, 11, 13, 17, 21, 22, 28, 29};
   const LayerView held(whole, {.positions = positions, .rows = 1, .seen = 30, .added = 2, .place = Positions::cache});
-  const Plan plan = plan_of("r-kv:window=2,lambda=1,kernel=1");
+  const Plan plan = plan_of("r-kv:window=2,mix_lambda=1,kernel=1");
   const Matrix found = plan.score.score(held, {.recent = 2});
   Numbers expected(10);
   for (const int t : {28, 29}) {

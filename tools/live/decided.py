@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import kvreplay as kv
+from kvreplay import _engine
 from kvreplay.capture.model import input_device
 from kvreplay.errors import Error
 from kvreplay.live.attention import NEVER, Layer, MaskedAttention, masked
@@ -54,15 +55,14 @@ class _Recording(MaskedAttention):
     tokens: int = 0
     tensors: Tensors = field(default_factory=dict)
 
-    def __call__(self, module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
-        number = int(module.layer_idx)
+    def __call__(self, number: int, module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
         begin = self.cached[number].all()[0].shape[2] if number in self.cached else 0
         if number not in self.tensors:
             self.tensors[number] = tuple(np.zeros((x.shape[1], self.tokens, x.shape[3]), np.float32)
                                          for x in (query, key, value))  # fmt: skip
         for into, x in zip(self.tensors[number], (query, key, value), strict=True):
             into[:, begin : begin + x.shape[2]] = x[0].float().cpu().numpy()
-        return super().__call__(module, query, key, value, *rest, **named)
+        return super().__call__(number, module, query, key, value, *rest, **named)
 
 
 def decide(model: Any, whole: Text, cell: LiveCell, trace: TraceFacts, again: Callable[[Tensors], Leaves]) -> LiveCell:
@@ -100,7 +100,8 @@ class Replayed:
 
     def __init__(self, run: Run, trace: TraceFacts, cell: LiveCell, whole: Text) -> None:
         self._trace = trace
-        self._policy = f"{cell.facts['policy']}:{cell.facts['params']}".rstrip(":")
+        # Without defaults: one that is larger than the prompt is clamped, a value that was given is rejected.
+        self._policy = _engine.label(f"{cell.facts['policy']}:{cell.facts['params']}".rstrip(":"))
         self._budget = f"{float(cell.facts['budget_tokens']):.0f}"
         self._numbers = [int(number) for number in trace.layer_numbers]
         some = whole.layers[self._numbers[0]]

@@ -46,15 +46,17 @@ struct RKv {
           "key to the other keys",
       .paper = "Cai et al. 2025, R-KV, arXiv:2505.24133",
       .score =
-          "s[h,j] = lambda pool_j(mean over the window's queries t of softmax_j(max over the group of q_t k_j)) - (1 - "
-          "lambda) softmax_j(mean over i of C_ij); C_ij = cos(k_i, k_j), 0 for i = j and for the last j of row i above "
+          "s[h,j] = mix_lambda pool_j(mean over the window's queries t of softmax_j(max over the group of q_t k_j)) - "
+          "(1 - "
+          "mix_lambda) softmax_j(mean over i of C_ij); C_ij = cos(k_i, k_j), 0 for i = j and for the last j of row i "
+          "above "
           "`threshold`",
       .family = Family::attention,
   };
 
   int window = 8;
   int kernel = 7;
-  double lambda = 0.07;
+  double mix_lambda = 0.07;
   double threshold = 0.5;
 
   void parameters(Parameters& p) {
@@ -62,7 +64,8 @@ struct RKv {
           "observation window: its queries score the prompt, its tokens are always kept");
     const auto read = p.of_part("score");
     p.add("kernel", kernel, IntRange{.least = 1, .odd = true}, "width of the max pooling");
-    p.add("lambda", lambda, RealRange{0.0, 1.0}, "weight of the attention; 1 - lambda is that of the similarity");
+    p.add("mix_lambda", mix_lambda, RealRange{0.0, 1.0},
+          "weight of the attention; 1 - mix_lambda is that of the similarity");
     p.add("threshold", threshold, RealRange{-1.0, 1.0},
           "in the row of each key, the last key that is more similar than this does not count as redundant");
   }
@@ -102,7 +105,7 @@ struct RKv {
     Matrix scores = pooled(PrefixAttention{.window = window, .group_first = true}(view, how), Pool::max, kernel,
                            Candidates(view.tokens() - how.recent));
     for (std::size_t i = 0; i < scores.values().size(); ++i)
-      scores.values()[i] = lambda * scores.values()[i] - (1 - lambda) * redundancies.values()[i];
+      scores.values()[i] = mix_lambda * scores.values()[i] - (1 - mix_lambda) * redundancies.values()[i];
     return scores;
   }
 

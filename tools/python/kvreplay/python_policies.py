@@ -333,7 +333,7 @@ class FunctionPolicy:
 def signature(defaults: Iterable[tuple[str, Standard]]) -> inspect.Signature:
     """The signature of a function that takes these parameters of a policy, and parts, and returns its text."""
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in defaults]
-    more = inspect.Parameter("parts", inspect.Parameter.VAR_KEYWORD)
+    more = inspect.Parameter("parts_of_plan", inspect.Parameter.VAR_KEYWORD)
     return inspect.Signature([*keywords, more], return_annotation="str")
 
 
