@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "policies/arithmetic/ranking.h"
@@ -105,7 +106,7 @@ struct KvCrush {
     std::vector<std::int32_t> left;  // whole pages without a kept token, by distance
     for (std::size_t i = 0; i < distance.size(); ++i)
       if (kept[i * static_cast<std::size_t>(page)] == 0) left.push_back(static_cast<std::int32_t>(i));
-    std::ranges::stable_sort(left, {}, [&](std::int32_t i) { return distance[static_cast<std::size_t>(i)]; });
+    std::ranges::sort(left, {}, [&](std::int32_t i) { return std::pair(distance[static_cast<std::size_t>(i)], i); });
     const int step = std::max(1, static_cast<int>(left.size()) / std::max(1, representatives));
     std::vector<std::int32_t> chosen;
     for (int rank = 0; rank < std::ssize(left) && std::ssize(chosen) < representatives; rank += step)
