@@ -39,8 +39,20 @@ struct PartCard {
 
 Registry<PartCard>& parts(PartKind kind);
 
-/// "NAME" or "NAME(VALUE,...)"; `values` are told apart by the names of the part's parameters, in their order, and not
-/// set. Throws Error{usage}.
+/// "NAME" or "NAME(VALUE,...)". A value may have its name, as in turboquant(bits=4); others follow the order of the
+/// parameters.
+struct PartText {
+  std::string text;
+  std::string name;
+  std::vector<std::string> values;
+
+  /// Throws Error{usage}, as assignments() does.
+  static PartText parse(std::string_view text);
+  /// Names and values, not set.
+  std::vector<std::pair<std::string, std::string>> assignments(const Parameters& parameters) const;
+};
+
+/// Text whose assignments are appended to `values`, and not set. Throws Error{usage}.
 std::unique_ptr<PlanPart> parse_part(PartKind kind, std::string_view text,
                                      std::vector<std::pair<std::string, std::string>>& values);
 /// The same with its values set.
