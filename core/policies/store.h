@@ -25,6 +25,7 @@ struct StoredLayer {
 struct Partner {
   int layer = 0;  // treated
   LayerTensors tensors = {};
+  int first = 0;  // treated layer at which the range of the plan begins
 };
 
 /// Every plan has one, which many plans may share.
@@ -32,14 +33,18 @@ struct Store {
   /// What a store that changes tokens makes of a layer. `kept` is the set at the end of the prompt.
   using Apply = std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet& kept, const Partner&)>;
 
-  std::string name;            // as it is asked for: "store=quantised"
-  Needs needs = {};            // what apply() reads, whatever the scorer does
-  Requirements required = {};  // what the other parts of its plan must provide
-  bool moves_tokens = false;   // kept tokens move to their slots 0, 1, 2 ... in the cache, and the query to its own
-  bool has_exact_size = true;  // a kept token takes as many bytes as it does unchanged
-  Apply apply = {};            // empty: keys and values are the same numbers
+  std::string name;             // as it is asked for: "store=quantised"
+  Needs needs = {};             // what apply() reads, whatever the scorer does
+  Requirements required = {};   // what the other parts of its plan must provide
+  bool moves_tokens = false;    // kept tokens move to their slots 0, 1, 2 ... in the cache, and the query to its own
+  bool has_exact_size = true;   // a kept token takes as many bytes as it does unchanged
+  bool stores_latents = false;  // also keys whose first components are the values
+  Apply apply = {};             // empty: keys and values are the same numbers
   /// The layer that layer l of L is stored with, l itself where it is stored alone; empty: all are.
   std::function<int(int layer, int layers)> partner = {};
+  /// Throws Error{usage} at `who` for layers that cannot be stored; of latent keys the value dimension is 0. Empty: all
+  /// can.
+  std::function<void(const std::string& who, int layers, int key_dim, int value_dim)> check = {};
 
   bool changes_tokens() const { return static_cast<bool>(apply); }
   bool pairs_layers() const { return static_cast<bool>(partner); }

@@ -72,7 +72,7 @@ CellMeasurement::Measured CellMeasurement::prepared(const Job& job, const LayerV
   if (store.changes_tokens())
     measured.stored = store.apply(view, selection.set,
                                   store.pairs_layers() ? paired.at(range.partner_of(view.layer())).partner
-                                                       : Partner{view.layer(), view.tensors()});
+                                                       : Partner{view.layer(), view.tensors(), range.first});
   else if (moves && !selection.slots.empty())
     measured.stored = std::make_unique<StoredLayer>(in_slot_order(view, selection));
   else if (moves)

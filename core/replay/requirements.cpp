@@ -220,7 +220,11 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
     plan.allocate->counts(
         division_of(plan, trace.header().shape(layers.front()), of_range.count, prompt, budget, question));
   }
-  if (plan.store->changes_tokens() && !trace.header().stores_values())
+  const bool stores_values = trace.header().stores_values();
+  for (const int layer : layers)
+    if (const LayerShape shape = trace.header().shape(layer); plan.store->check)
+      plan.store->check(who, of_range.count, shape.key_dim, stores_values ? shape.value_dim : 0);
+  if (plan.store->changes_tokens() && !plan.store->stores_latents && !stores_values)
     throw Error{Refusal::input, trace.path().string() + ":/model@value_is_key",
                 "values are components of the keys, and " + who + " changes keys and values apart",
                 "a policy that keeps tokens as they are", "latent vectors"};

@@ -65,7 +65,8 @@ void apply_store(Backend& backend, const Trace& trace, const Conditions& conditi
   selection.reads = reads_of(plan, view, cell.budget);
   std::unique_ptr<StoredLayer> changed;
   if (plan.store->changes_tokens())
-    changed = plan.store->apply(view, selection.set, paired ? paired->partner : Partner{view.layer(), view.tensors()});
+    changed = plan.store->apply(view, selection.set,
+                                paired ? paired->partner : Partner{view.layer(), view.tensors(), of_range.first});
   heard(view, selection, changed.get(), plan.store->moves_tokens);
   trace.require_unchanged();
   trace.release(stored);

@@ -28,7 +28,7 @@ const Trace& trace() {
     options.layers = 2;
     options.query_heads = 4;
     options.kv_heads = 2;
-    options.head_dim = 8;
+    options.head_dim = 32;  // whole blocks of every number format
     options.prefill = 40;
     options.continuation = 3;
     return options;
@@ -45,6 +45,7 @@ std::string sized(const std::string& part) {
       {"schedule=question-blocks", "schedule=question-blocks(9),question=last,question_tokens=3"},
       {"select=chunks", "select=chunks,chunk=5"},
       {"store=quantised", "store=quantised,group=4,residual=4"},
+      {"store=kv", "store=kv(q8_0,q4_0)"},
       {"store=fewer-channels", "store=fewer-channels,recent=4"},
       {"store=merged-values", "store=merged-values,merge=3"}};
   const auto found = values.find(part);

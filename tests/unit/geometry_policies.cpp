@@ -29,7 +29,7 @@ std::string refusal_of(const std::function<void()>& work) {
 
 std::vector<int> counts(const std::string& layers, const Division& division) {
   std::vector<int> of_layers;
-  for (const std::vector<int>& of_rows : SkippedLayers{.layers = layers}.allocator()->counts(division))
+  for (const std::vector<int>& of_rows : SkippedLayers{.skipped = {.text = layers}}.allocator()->counts(division))
     of_layers.push_back(of_rows.front());
   return of_layers;
 }

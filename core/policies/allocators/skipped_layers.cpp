@@ -13,22 +13,7 @@
 namespace kvreplay {
 namespace {
 
-constexpr const char* where = "skip_layers";
-
-/// Ascending, each once.
-std::vector<int> skipped_layers_of(std::string_view text) {
-  std::vector<int> layers;
-  if (text == "none") return layers;
-  for (const std::string_view piece : split_list(where, text)) layers.push_back(parse_int(where, piece, 0));
-  std::ranges::sort(layers);
-  layers.erase(std::ranges::unique(layers).begin(), layers.end());
-  return layers;
-}
-
 std::vector<int> counts(const std::vector<int>& skipped, const Division& division) {
-  if (skipped.back() >= division.layers)
-    throw Error{Refusal::usage, where, "no such layer", fmt::format("0..{}", division.layers - 1),
-                std::to_string(skipped.back())};
   const auto layers = static_cast<std::size_t>(division.layers);
   std::vector<int> least(layers, std::max(1, division.by_rule()));
   for (const int layer : skipped) least[static_cast<std::size_t>(layer)] = division.prompt;
@@ -37,7 +22,7 @@ std::vector<int> counts(const std::vector<int>& skipped, const Division& divisio
   for (const int count : least) needed += count;
   if (slots < needed)
     throw Error{
-        Refusal::usage, where, "budget too small for the layers that keep everything",
+        Refusal::usage, LayerList::name, "budget too small for the layers that keep everything",
         fmt::format("a budget of at least {} tokens per layer", (needed + division.layers - 1) / division.layers),
         std::to_string(division.budget)};
   // Layers at their bound are excluded; the remaining slots are divided equally.
@@ -56,18 +41,39 @@ const RegisteredPart<SkipPart> registered;
 
 }  // namespace
 
+void LayerList::add_to(Parameters& p, const char* help) {
+  const auto normal = [](std::string_view given) {
+    return given == "none" ? std::string(given)
+                           : fmt::format("{}", fmt::join(LayerList{std::string(given)}.layers(), ","));
+  };
+  p.add(name, text, "none, or (LAYER,...)", normal, help);
+}
+
+std::vector<int> LayerList::layers() const {
+  std::vector<int> layers;
+  if (text == "none") return layers;
+  for (const std::string_view piece : split_list(name, text)) layers.push_back(parse_int(name, piece, 0));
+  std::ranges::sort(layers);
+  layers.erase(std::ranges::unique(layers).begin(), layers.end());
+  return layers;
+}
+
+void LayerList::check(int count) const {
+  if (const std::vector<int> all = layers(); !all.empty() && all.back() >= count)
+    throw Error{Refusal::usage, name, "no such layer", fmt::format("0..{}", count - 1), std::to_string(all.back())};
+}
+
 void SkippedLayers::parameters(Parameters& p) {
   const auto read = p.of_part("allocate");
-  const auto normal = [](std::string_view text) {
-    return text == "none" ? std::string(text) : fmt::format("{}", fmt::join(skipped_layers_of(text), ","));
-  };
-  p.add(where, layers, "none, or (LAYER,...)", normal, "treated layers, numbered from 0, that keep the whole prompt");
+  skipped.add_to(p, "treated layers, numbered from 0, that keep the whole prompt");
 }
 
 AllocatorPtr SkippedLayers::allocator() const {
-  if (layers == "none") return uniform();
-  return by_layer(
-      [skipped = skipped_layers_of(layers)](const Division& division) { return counts(skipped, division); });
+  if (skipped.text == "none") return uniform();
+  return by_layer([list = skipped](const Division& division) {
+    list.check(division.layers);
+    return counts(list.layers(), division);
+  });
 }
 
 }  // namespace kvreplay

@@ -10,6 +10,7 @@
 #include "error.h"
 #include "float_types.h"
 #include "policies/plan_part.h"
+#include "policies/stores/number_format.h"
 #include "policies/stores/stores.h"
 
 namespace kvreplay {
@@ -26,8 +27,6 @@ struct QuantisedPart : Quantised {
 const RegisteredPart<QuantisedPart> registered;
 
 using Rows = std::span<float* const>;  // tokens of one head, [d] each
-
-float rounded_to_float16(float number) { return from_float16(to_float16(number)); }
 
 /// One group: channels [first, last) of some tokens. False where mn or s is beyond float16.
 bool quantise_group(Rows tokens, int first, int last, int bits) {

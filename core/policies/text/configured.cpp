@@ -33,8 +33,8 @@ const Choice<PartKind>* kind_of(std::string_view key) {
 }
 
 /// Of parameters that mean the same wherever they stand.
-constexpr std::string_view names_of_one_meaning[] = {"seed",   "sinks",    "recent",
-                                                     "window", "question", "question_tokens"};
+constexpr std::string_view names_of_one_meaning[] = {"seed",     "sinks",           "recent",     "window",
+                                                     "question", "question_tokens", "skip_layers"};
 
 constexpr Choice<WindowAt> window_at_words[] = {{"end", WindowAt::end}, {"question", WindowAt::question}};
 
