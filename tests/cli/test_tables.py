@@ -572,4 +572,7 @@ def test_a_wrong_file_is_reported_before_a_missing_option(tmp_path: Path) -> Non
         assert answer.code == 3 and answer.err.startswith("kvreplay: README.md: signature: expected an HDF5 file")
     done("synth", "fixture", "-o", "t.h5", folder=tmp_path)
     answer = kvreplay("replay", "t.h5", "-p", "all", "-b", "0.1", folder=tmp_path)
-    assert answer.code == 2 and "kvreplay policies --names" in answer.err
+    assert answer.code == 2 and "kvreplay info TRACE lists those that a trace supports" in answer.err
+    [found] = json.loads(done("info", "t.h5", "--json", folder=tmp_path))
+    names = ", ".join(one["name"] for one in found["policies"] if one["served"])  # spaces as in a printed list
+    done("replay", "t.h5", "-p", names, "-b", "0.5", "--dry-run", folder=tmp_path)

@@ -150,7 +150,7 @@ TEST_F(Vase, SamplesByAttentionBesideTheLargestValues) {
     const Numbers ranges = value_ranges(c), weights = attention(c, 1.5);
     std::vector<std::int32_t> rest = range(sinks, before);
     const auto take = [&](int count, auto rank) {
-      std::ranges::stable_sort(rest, std::greater(), rank);
+      std::ranges::sort(rest, std::greater(), [&](std::int32_t j) { return std::pair(rank(j), -j); });
       const std::vector<std::int32_t> best(rest.begin(), rest.begin() + count);
       rest.erase(rest.begin(), rest.begin() + count);
       return best;

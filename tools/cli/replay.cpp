@@ -140,7 +140,7 @@ std::vector<GivenValue> policy_texts(const Arguments& arguments) {
     for (std::string& text : at_place(value, [&] { return split_policies(value.text); })) {
       if (text == "all")
         throw Error{Refusal::usage, "--policy", "all is not a policy",
-                    "names, as -p \"$(kvreplay policies --names | paste -sd,)\""};
+                    "names, as -p snapkv,h2o (kvreplay info TRACE lists those that a trace supports)"};
       texts.push_back({std::move(text), value.where, value.place});
     }
   return texts;

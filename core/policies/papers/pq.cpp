@@ -77,7 +77,7 @@ struct Pq {
         static_cast<double>(how.seed >> 32), static_cast<double>(how.seed & 0xFFFFFFFFU)};
     const Matrix& codes =
         view.remember("product_codes", arguments, [&] { return product_codes(keys, how, view.backend().threads()); });
-    const auto scores = [*this, &view, &codes, how, coded = keys.count, offset = view.prompt() - keys.count](
+    const auto scores = [*this, &view, &codes, coded = keys.count, offset = view.prompt() - keys.count](
                             int query, int first, int end) {
       const TensorView& q = view.tensors().q;
       const int stored = stored_query(view.tensors(), query);
