@@ -116,6 +116,18 @@ def test_existing_output_is_kept_unless_forced(
     assert Trace(out).layers == 4
 
 
+def test_other_prompts_of_a_file_are_mentioned(
+    model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"context": "Rain"}\n{"context": "Snow"}\n')
+    given = ["--model", str(model_folder("llama")), "--prompts", str(rows), "--generate", "2"]
+    assert main([*given, "-o", str(tmp_path / "one.h5")]) == 0
+    assert f"prompts  the first of {rows} (-n N captures the first N)\n" in capsys.readouterr().out
+    assert main([*given, "-n", "1", "-o", str(tmp_path / "asked.h5")]) == 0
+    assert "prompts  " not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_a_wrong_trace_is_found_and_removed(
     every: bool,

@@ -256,7 +256,11 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     from kvreplay.capture.spans import SpanRequest
 
     if arguments.prompts:
-        prompts = read_prompts(arguments.prompts, arguments.count or (None if arguments.only else 1))
+        chooses = arguments.count or arguments.only
+        prompts = read_prompts(arguments.prompts, arguments.count or (None if arguments.only else 2))
+        if not chooses and len(prompts) > 1:
+            prompts = prompts[:1]
+            print(f"prompts  the first of {arguments.prompts} (-n N captures the first N)", flush=True)
     else:
         prompts = [Prompt("prompt", arguments.prompt)]
     prompts = _asked(prompts, arguments.only)
