@@ -38,7 +38,7 @@ inline std::vector<std::string> all_policies() {
            "snapkv:window=3,allocate=ranked-layer",
            "snapkv:store=quantised,bits=4,group=8,residual=4",
            "snapkv:window=2,store=fp8_e4m3(scale=head,residual=3,hadamard=true)",
-           "full:store=turboquant(bits=2,form=product)",
+           "full:store=fp8_e5m2(scale=token)",
            "pyramid-kv:window=2,heads=query,beta=5",
            "pyramid-infer:over=all,decay=linear,r=0.4,sinks=1",
            "pyramid-infer:recent=3,decay=constant,r=0.5,distance_weight=3",
