@@ -108,7 +108,7 @@ struct Turboquant {
   std::uint64_t seed = 0;
 
   void parameters(Parameters& p) {
-    p.add("bits", bits, IntRange{.least = 1, .most = 8}, "bits per quantised number");
+    p.add("bits", bits, IntRange{.least = 1, .most = 4}, "bits per quantised number");
     p.add<Form>("form", form, words,
                 "mse: least squared error; product: one bit of each number for an unbiased inner product with queries");
     p.add_seed("seed", seed, "random seed of the rotation");
