@@ -23,6 +23,7 @@ from program import done
 from run_pages import POLICIES, TRACE, cell_of, kept_by, opened, write_report
 from scipy.stats import rankdata
 
+import kvreplay
 from kvreplay import report
 from kvreplay.compare.command import main as compare
 from kvreplay.plot import colours
@@ -642,3 +643,11 @@ def test_the_page_has_a_shape_for_every_marker():
     script = (Path(report.__file__).parent / "page" / "charts.js").read_text()
     known = set(re.findall(r'(?:^|[ ,])"?(\S)"?: "M', script.partition("SHAPES = {")[2].partition("};")[0]))
     assert known == {*colours.MARKERS, *(look["marker"] for look in colours.CONTROLS.values())}
+
+
+def test_titles_are_there_again_after_a_page_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, "kvreplay._engine", None)
+        hidden.delattr(kvreplay, "_engine", raising=False)
+        assert table.titles() == {}
+    assert table.titles()[table.KEPT] == "kept"

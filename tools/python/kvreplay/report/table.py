@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from kvreplay.results import TraceFacts
 from kvreplay.skill import SKILL
@@ -32,7 +31,6 @@ def duration(seconds: float) -> str:
     return f"{seconds * count:.{digits}f} {unit}"
 
 
-@cache
 def titles() -> dict[Metric, str]:
     """The titles of the table of `kvreplay show`; without the engine, none."""
     try:
