@@ -23,7 +23,7 @@ void VectorProducts::divide(int i, double divisor) {
 }
 
 void VectorProducts::with(std::span<const double> x, int first, std::span<double> products) const {
-  constexpr std::size_t tile = 256;  // whose products stay in the first-level cache
+  constexpr std::size_t tile = 256;  // whose products fit into the first-level cache
   for (std::size_t begin = 0; begin < products.size(); begin += tile) {
     const std::span<double> some = products.subspan(begin, std::min(tile, products.size() - begin));
     std::ranges::fill(some, 0.0);

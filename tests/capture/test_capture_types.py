@@ -88,7 +88,7 @@ def test_layers_without_rope_behind_sink_logits(folder: Callable[..., Path], tmp
 def test_modules_that_are_called_several_times(
     kind: str, layers: int | None, folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Each call has keys and values of its own, so it is a layer. In chunks the model's own cache says the same."""
+    """Each call has separate keys and values, so it is a layer. In chunks the cache of the model has the same ones."""
     whole = captured(folder(kind), tmp_path / "whole.h5")
     numbers = whole["/model/layer_index"].tolist()
     assert len(numbers) > 1 and numbers == list(range(layers or len(numbers)))

@@ -13,7 +13,7 @@ inline std::vector<std::string> all_policies() {
   std::vector<std::string> all = policies().names();
   // What no trace of these tests has: a table of its heads, an output projection.
   std::erase(all, "head-kv");
-  std::erase(all, "dms");  // it has no threshold of its own
+  std::erase(all, "dms");  // its threshold has no default
   std::erase(all, "critical-kv");
   // It is one of another policy.
   std::erase(all, "random-twin");

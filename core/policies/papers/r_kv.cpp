@@ -47,10 +47,8 @@ struct RKv {
       .paper = "Cai et al. 2025, R-KV, arXiv:2505.24133",
       .score =
           "s[h,j] = mix_lambda pool_j(mean over the window's queries t of softmax_j(max over the group of q_t k_j)) - "
-          "(1 - "
-          "mix_lambda) softmax_j(mean over i of C_ij); C_ij = cos(k_i, k_j), 0 for i = j and for the last j of row i "
-          "above "
-          "`threshold`",
+          "(1 - mix_lambda) softmax_j(mean over i of C_ij); C_ij = cos(k_i, k_j), 0 for i = j and for the last j of "
+          "row i above `threshold`",
       .family = Family::attention,
   };
 

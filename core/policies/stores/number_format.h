@@ -28,7 +28,7 @@ struct NumberFormat {
   std::function<Coder(int dim)> coder = {};   // empty: numbers remain exact, of 16 bits
 };
 
-/// A format with values of its own.
+/// A format with its parameters.
 class ConfiguredFormat {
  public:
   virtual ~ConfiguredFormat() = default;
