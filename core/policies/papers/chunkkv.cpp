@@ -26,8 +26,7 @@ struct ChunkKv {
 
   void parameters(Parameters& p) {
     chunks.parameters(p);
-    p.add("window", window, IntRange{.least = 1},
-          "observation window: its queries score the prompt, its tokens are always kept");
+    add_window(p, window);
     grouping.parameters(p);
     const auto read = p.of_part("share");
     p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers},

@@ -6,6 +6,7 @@
 #include "policies/arithmetic/pooling.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
+#include "policies/scores/window_score.h"
 
 namespace kvreplay {
 namespace {
@@ -29,8 +30,7 @@ struct DefensiveKv {
   Grouping grouping = {.aggregate = Aggregate::max};
 
   void parameters(Parameters& p) {
-    p.add("window", window, IntRange{.least = 1},
-          "observation window: its queries score the prompt, its tokens are always kept");
+    add_window(p, window);
     add_pooling(p, pool, kernel);
     grouping.parameters(p);
   }

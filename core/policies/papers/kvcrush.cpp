@@ -46,8 +46,7 @@ struct KvCrush {
   Heads heads = Heads::kv;
 
   void parameters(Parameters& p) {
-    p.add("window", window, IntRange{.least = 1},
-          "observation window: its queries score the prompt, its tokens are always kept");
+    add_window(p, window);
     p.add<Heads>("heads", heads, heads_words, "granularity: a kept set per KV head, or per layer");
     const auto read = p.of_part("score");
     p.add("page", page, IntRange{.least = 1}, "tokens per page; the first page begins after the sinks");

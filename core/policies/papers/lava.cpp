@@ -29,8 +29,7 @@ struct Lava {
   EntropyAllocation allocation = {};
 
   void parameters(Parameters& p) {
-    p.add("window", window, IntRange{.least = 1},
-          "observation window: its queries score the prompt, its tokens are always kept");
+    add_window(p, window);
     add_pooling(p, pool, kernel);
     grouping.parameters(p);
     allocation.parameters(p);

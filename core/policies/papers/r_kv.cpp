@@ -11,6 +11,7 @@
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 #include "policies/scores/prefix_attention.h"
+#include "policies/scores/window_score.h"
 
 namespace kvreplay {
 namespace {
@@ -58,8 +59,7 @@ struct RKv {
   double threshold = 0.5;
 
   void parameters(Parameters& p) {
-    p.add("window", window, IntRange{.least = 1},
-          "observation window: its queries score the prompt, its tokens are always kept");
+    add_window(p, window);
     const auto read = p.of_part("score");
     p.add("kernel", kernel, IntRange{.least = 1, .odd = true}, "width of the max pooling");
     p.add("mix_lambda", mix_lambda, RealRange{0.0, 1.0},

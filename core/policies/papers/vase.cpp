@@ -9,6 +9,7 @@
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 #include "policies/scores/prefix_attention.h"
+#include "policies/scores/window_score.h"
 #include "policies/selectors/sampled.h"
 
 namespace kvreplay {
@@ -35,8 +36,7 @@ struct Vase {
   std::uint64_t seed = 0;
 
   void parameters(Parameters& p) {
-    p.add("window", window, IntRange{.least = 1},
-          "observation window: its queries score the prompt, its tokens are always kept");
+    add_window(p, window);
     p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept");
     {
       const auto read = p.of_part("score");

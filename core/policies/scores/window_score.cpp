@@ -22,9 +22,13 @@ const RegisteredPart<WindowPart> registered;
 
 }  // namespace
 
-void WindowScore::parameters(Parameters& p) {
+void add_window(Parameters& p, int& window) {
   p.add("window", window, IntRange{.least = 1},
         "observation window: its queries score the prompt, its tokens are always kept");
+}
+
+void WindowScore::parameters(Parameters& p) {
+  add_window(p, window);
   const auto read = p.of_part("score");
   add_pooling(p, pool, kernel);
   p.add<PoolOrder>("pool_order", order, order_words, "combines the heads of a group before pooling, or after");

@@ -8,6 +8,9 @@ namespace kvreplay {
 
 enum class PoolOrder { group_first, pool_first };
 
+/// Declares `window`.
+void add_window(Parameters& p, int& window);
+
 /// [H, n]: window attention, its query heads reduced by the plan's grouping, pooled over neighbouring tokens before
 /// the protected recent tokens.
 struct WindowScore {
