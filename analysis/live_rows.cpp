@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <set>
 #include <span>
 #include <utility>
@@ -13,6 +11,7 @@
 #include "analysis/csv.h"
 #include "analysis/replaced_file.h"
 #include "error.h"
+#include "open_file.h"
 
 namespace kvreplay {
 
@@ -24,10 +23,8 @@ using Lines = std::vector<std::vector<std::string>>;
 
 /// The header first.
 Lines read_lines(const fs::path& path) {
-  std::ifstream stream(path);
-  const std::string text{std::istreambuf_iterator<char>(stream), {}};
-  Lines lines = parse_csv(path.string(), text);
-  if (!stream || lines.empty()) throw Error{Refusal::input, path.string(), "cannot be read", "a header"};
+  Lines lines = parse_csv(path.string(), read_file(path.string()));
+  if (lines.empty()) throw Error{Refusal::input, path.string(), "cannot be read", "a header"};
   return lines;
 }
 

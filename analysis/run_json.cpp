@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <array>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "analysis/self_check.h"
+#include "open_file.h"
 
 namespace kvreplay {
 namespace {
@@ -135,9 +135,7 @@ CellRecord cell_of(const Json& cell) {
 }
 
 Json read_run_json(const std::filesystem::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) throw Error{Refusal::input, path.string(), "cannot be read"};
-  Json run = Json::parse(stream, [&path](int depth, Json::parse_event_t, const Json&) {
+  Json run = Json::parse(read_file(path.string()), [&path](int depth, Json::parse_event_t, const Json&) {
     if (depth > most_levels)
       throw Error{Refusal::input, path.string(), "too deeply nested", fmt::format("at most {} levels", most_levels),
                   "more"};

@@ -61,4 +61,18 @@ FileDescriptor open_file(const std::string& where, std::uint64_t& length) {
   return file;
 }
 
+std::string read_file(const std::string& where) {
+  std::uint64_t length = 0;
+  const FileDescriptor file = open_file(where, length);
+  std::string bytes(length, '\0');
+  for (std::size_t done = 0; done < bytes.size();) {
+    const ssize_t read = ::read(file.get(), bytes.data() + done, bytes.size() - done);
+    if (read < 0 && errno == EINTR) continue;
+    if (read <= 0)
+      throw Error{Refusal::input, where, "cannot be read", "", read < 0 ? std::strerror(errno) : "its end"};
+    done += static_cast<std::size_t>(read);
+  }
+  return bytes;
+}
+
 }  // namespace kvreplay

@@ -52,4 +52,7 @@ void require_file(const struct stat& status, const std::string& where);
 /// A regular file, for reading. Throws Error{input}.
 FileDescriptor open_file(const std::string& where, std::uint64_t& length);
 
+/// The bytes of a regular file. Throws Error{input}.
+std::string read_file(const std::string& where);
+
 }  // namespace kvreplay

@@ -3,9 +3,7 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <link.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -35,16 +33,6 @@ constexpr const char* how_to_build = "a shared library built by kvreplay_add_plu
 Source& source_of_pending() {
   static Source source;
   return source;
-}
-
-std::string bytes_of(const std::string& path) {
-  std::uint64_t length = 0;
-  const FileDescriptor file = open_file(path, length);
-  std::string bytes(length, '\0');
-  const ssize_t read = ::read(file.get(), bytes.data(), bytes.size());
-  if (read < std::ssize(bytes))
-    throw Error{Refusal::input, path, "cannot be read", "", read < 0 ? std::strerror(errno) : "its end"};
-  return bytes;
 }
 
 /// Throws unless it is a shared library for this machine, and whole: the system's loader would end the program at the
@@ -112,7 +100,7 @@ const Source& current_source() { return source_of_pending(); }
 
 void load_plugin(const fs::path& path) {
   const std::string where = path.string();
-  const std::string bytes = bytes_of(where);
+  const std::string bytes = read_file(where);
   check_library(where, bytes);
   check_stamp(where, bytes);
 
