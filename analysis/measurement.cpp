@@ -12,6 +12,7 @@
 #include "observables/logits.h"
 #include "observables/projected_outputs.h"
 #include "policies/selection.h"
+#include "profile.h"
 #include "replay/trace_inputs.h"
 
 namespace kvreplay {
@@ -253,6 +254,7 @@ void Measurement::set_layer(Values& values, const LayerValues& of_layer, Rows ro
 void Measurement::layer(const LayerView& view, Backend& backend) {
   const int prompt = view.prompt();
   for (const MetricName& name : of_trace_.metrics) {
+    const Timed timed(Work::metric, name.text());
     const std::vector<double> tokens = measure_as<OfTrace>(name)->measure(view, backend);
     copy_as_float(tokens, row_of(trace_result_.tokens[name], 1, prompt, view.stored_layer(), 0));
     set_layer(trace_result_.values[name], without_heads(mean(tokens)), {}, view.stored_layer());
@@ -296,6 +298,7 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
   const LayerFacts facts{view, selection, stored};
   const int layer = view.stored_layer();
   for (const MetricName& name : wanted_[c].metrics) {
+    const Timed timed(Work::metric, name.metric);
     if (const auto* of = measure_as<OfLayer>(name))
       set_layer(result.values[name], of->measure(facts), rows(view, wanted_[c].heads), layer);
     if (measure_as<OfBestSet>(name) != nullptr)
@@ -306,6 +309,7 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
       if (const Span* span = span_of(name, trace_.header().spans))
         set_layer(result.values[name], without_heads(of->measure(facts, *span)), {}, layer);
   }
+  const Timed timed(Work::metric, "expected recall");
   if (wanted_[c].moments() && !selection.differs_by_query()) expected_[c][l] = expecting(view).of(selection.set);
 }
 
@@ -333,6 +337,7 @@ void Measurement::note(int cell, std::optional<Violation> violation, const Layer
 
 void Measurement::measured(const LayerView& view, std::span<const int> cells, int first, int count,
                            const KeptMoments& moments) {
+  const Timed timed(Work::metric, "means over queries");
   // All that is shown is relative to the full attention: without it there is nothing to say of any cell.
   if (!std::ranges::all_of(moments.full, is_finite))
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
@@ -365,6 +370,7 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
 void Measurement::add_projected(const LayerView& view, std::span<const int> cells, int first, int count,
                                 const OutputVectors& outputs) {
   if (outputs.full.empty()) return;
+  const Timed timed(Work::metric, "projected outputs");
   const TensorView projection = output_projection(trace_, view.stored_layer());
   const TensorView inputs = input_norms(trace_, view.stored_layer());
   const auto squares = [&](std::span<const float> vectors) {

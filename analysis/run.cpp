@@ -22,6 +22,7 @@
 #include "parallel.h"
 #include "policies/selection.h"
 #include "policies/twin.h"
+#include "profile.h"
 #include "replay/trace_inputs.h"
 #include "trace/trace_name.h"
 
@@ -639,6 +640,7 @@ void write(const RunRequest& request, const Trace& of, TraceWork& work, const Tr
       changed = changed || cells.back().cell.role != found.role || cells.back().cell.budget != found.budget;
     }
   if (!changed) return;
+  const Timed timed(Work::results);
   const fs::path path = work.cells_path(request.output);
   make_trace_cells(work.facts, trace_result, cells, work.stored ? std::optional(path) : std::nullopt,
                    request.no_text ? nullptr : &of.header(), [&](std::span<const std::byte> file) {
@@ -912,6 +914,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
                         verdict(tally, Law::oracle, "oracle bound ok", "oracle bound")};
   summary.about = run_json(request, summary, backend->description(), start, std::chrono::system_clock::now());
   if (!request.output.empty()) {
+    const Timed timed(Work::results);
     assemble(request.output, request.detail);
     replace_file(request.output / "run.json", summary.about);
   }

@@ -66,4 +66,11 @@ std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const 
   return places;
 }
 
+double visible_pairs(const LayerTensors& layer, std::span<const std::int32_t> queries, int columns) {
+  double pairs = 0;
+  for (const std::int32_t position : queries)
+    pairs += std::max(0, std::min(position + 1, columns) - layer.first_visible(position));
+  return pairs * layer.q.heads;
+}
+
 }  // namespace kvreplay

@@ -40,4 +40,7 @@ struct QueryPlace {
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
                                      const SoftmaxKeys& softmax_keys);
 
+/// Pairs of a query at one of these positions and a key below `columns` that it sees, summed over the query heads.
+double visible_pairs(const LayerTensors& layer, std::span<const std::int32_t> queries, int columns);
+
 }  // namespace kvreplay

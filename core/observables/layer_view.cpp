@@ -11,6 +11,7 @@
 #include "float_types.h"
 #include "parallel.h"
 #include "positions.h"
+#include "profile.h"
 
 namespace kvreplay {
 namespace {
@@ -88,6 +89,7 @@ const Result& LayerView::remember(Memo<Result>& memo, std::string_view observabl
   const auto key = std::pair{observable, std::move(arguments)};
   const auto known = memo.find(key);
   if (known != memo.end()) return known->second;
+  const Timed timed(Work::observable, observable);
   const auto begin = std::chrono::steady_clock::now();
   Result result = placed(compute);
   observable_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -115,6 +117,8 @@ const Matrix& LayerView::remember_stored(std::string_view observable, int rows, 
 
 Matrix LayerView::attention(std::span<const std::int32_t> queries, std::span<const double> weights,
                             double above_uniform) const {
+  Timed timed(Work::observable, "attention");
+  timed.counts([&] { return visible_pairs(tensors_, queries, tokens()) * tensors_.q.dim; });
   AttentionSums what{.queries = queries, .weights = weights, .columns = tokens(), .above_uniform = above_uniform};
   if (whole_ != nullptr) {
     what.resident = residents_.positions;

@@ -4,7 +4,9 @@
 #include <optional>
 #include <utility>
 
+#include "attention/softmax_keys.h"
 #include "float_types.h"
+#include "profile.h"
 #include "replay/stored_cells.h"
 
 namespace kvreplay {
@@ -64,6 +66,7 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
 /// What the store of the layer's plan makes of a selection.
 CellMeasurement::Measured CellMeasurement::prepared(const Job& job, const LayerView& view,
                                                     const std::map<int, PairedLayer>& paired) const {
+  const Timed timed(Work::store, job.policy());
   const LayerSelection& selection = job.selections[static_cast<std::size_t>(view.layer())];
   const PlannedRange& range = job.range(view.layer());
   const Store& store = *range.plan.store;
@@ -107,7 +110,13 @@ void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measu
       of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count),
                         general_comparison(view, to_measure[i], block, sets[i], outputs));
     }
+    std::optional<Timed> timed(std::in_place, Work::moments);
+    timed->counts([&] {
+      const int dims = view.tensors().q.dim + (parts.outputs ? view.tensors().v.dim : 0);
+      return visible_pairs(view.tensors(), block, view.tensors().k.tokens) * dims;
+    });
     KeptMoments moments = of_.backend.kept_moments(view.tensors(), block, of_.prompt(), sets, parts);
+    timed.reset();
     for (const auto& [i, outputs] : of_general)
       std::ranges::copy(outputs.errors, moments.outputs.errors.data() + i * outputs.errors.size());
     of_.sink.measured(view, cells, static_cast<int>(first), static_cast<int>(count), moments);
@@ -119,6 +128,11 @@ void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measu
 std::vector<Comparison> CellMeasurement::general_comparison(const LayerView& view, const Measured& cell,
                                                             std::span<const std::int32_t> queries, KeptSets sets,
                                                             OutputVectors* outputs) const {
+  Timed timed(Work::comparison, cell.job->policy());
+  timed.counts([&] {  // attention and outputs, of the tokens as they were and as they are stored
+    const LayerTensors& layer = view.tensors();
+    return 2 * visible_pairs(layer, queries, layer.k.tokens) * (layer.q.dim + layer.v.dim);
+  });
   return of_.backend.compare_attention(view.tensors(), cell.stored ? cell.stored->tensors : view.tensors(),
                                        cell.positions, queries, of_.prompt(), sets, outputs);
 }

@@ -7,6 +7,7 @@
 
 #include "policies/selection.h"
 #include "positions.h"
+#include "profile.h"
 
 namespace kvreplay {
 namespace {
@@ -90,6 +91,7 @@ bool Eviction::counts_come_later(const Job& job, const PlannedRange& range) cons
 /// Selects, or scores alone: true where the rows are to be chosen now.
 bool Eviction::score(Job& job, const LayerView& view) {
   of_.poll();
+  const Timed timed(Work::score, job.policy());
   const auto l = static_cast<std::size_t>(view.layer());
   const PlannedRange& range = job.range(view.layer());
   if (job.is_known()) {
@@ -186,6 +188,7 @@ std::vector<int> Eviction::counts(const Job& job, const PlannedRange& range, int
 /// Fills a layer's selection from its scores, which are then let go. `view` is null when it is no longer resident.
 void Eviction::choose(Job& job, const PlannedRange& range, int layer, const LayerView* view,
                       const std::vector<int>& given_counts) {
+  const Timed timed(Work::select, job.policy());
   const auto l = static_cast<std::size_t>(layer);
   const auto start = std::chrono::steady_clock::now();
   const Allocator& allocate = *range.plan.allocate;
@@ -256,6 +259,7 @@ void Eviction::select_after_walk(Job& job) {
 }
 
 void Eviction::allocate_across(Job& job, const PlannedRange& range) {
+  const Timed timed(Work::select, job.policy());
   const auto first = static_cast<std::size_t>(range.first);
   const auto start = std::chrono::steady_clock::now();
   const Allocator& allocate = *range.plan.allocate;

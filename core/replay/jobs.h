@@ -61,6 +61,8 @@ struct Job {
   std::vector<std::int32_t> nested = {};  // what the layer before leaves to the next one, of nested policies
 
   bool is_cell() const { return number != no_job; }
+  /// The registered name of the policy.
+  std::string policy() const { return cell != nullptr ? cell->policy.name() : name.substr(0, name.find(':')); }
   bool takes_counts() const { return counted != no_job; }
   /// Whether its sets come from an earlier run.
   bool is_known() const { return cell != nullptr && !cell->known.empty(); }

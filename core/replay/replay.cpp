@@ -11,6 +11,7 @@
 #include "attention/softmax_keys.h"
 #include "parallel.h"
 #include "policies/selection.h"
+#include "profile.h"
 #include "replay/cell_measurement.h"
 #include "replay/eviction.h"
 #include "replay/jobs.h"
@@ -122,7 +123,9 @@ class Replay {
     std::deque<HeldLayer> held;  // the layer in use, and the next
     for (int l = 0; l < of_.layers(); ++l) {
       of_.poll();
+      const Timed timed(Work::layer, std::to_string(l));
       const int stored = of_.stored(l);
+      std::optional<Timed> reading(std::in_place, Work::read);
       const std::map<int, PairedLayer> paired = paired_layers(l, number == 1);
       for (const auto& [partner, of_partner] : paired)  // those before it have been seen
         if (number == 0 && partner > l) require_finite(of_.stored(partner), false);
@@ -138,6 +141,7 @@ class Replay {
       }
       const TensorView projection = reads_projection() ? output_projection(of_.trace, stored) : TensorView{};
       if (number == 0) require_finite(stored, projection.data != nullptr);
+      reading.reset();
       const LayerView view(of_.backend, tensors, {l, of_.layers(), stored, of_.prompt(), of_.question, projection},
                            of_.conditions.eval_queries, of_.store);
       if (number == 0) {

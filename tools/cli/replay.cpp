@@ -13,6 +13,7 @@
 #include <set>
 #include <utility>
 
+#include "analysis/replaced_file.h"
 #include "analysis/results_folder.h"
 #include "analysis/run.h"
 #include "arguments.h"
@@ -27,6 +28,8 @@
 #include "policies/text/plugin.h"
 #include "policies/text/policy_source.h"
 #include "policies/text/structure.h"
+#include "profile.h"
+#include "profile_report.h"
 #include "progress_line.h"
 #include "replay/estimate.h"
 #include "replay/stored_observables.h"
@@ -99,6 +102,8 @@ constexpr Option options[] = {
      "limit on memory, as 8G, mapped pages of the trace included; a plan that needs more is rejected (default: the "
      "free memory)"},
     {"shard", 0, "I/N", "", "replay only shard I of N: the traces are divided into N shards of similar size"},
+    {"profile", 0, "FILE.json", "",
+     "print the seconds of each observable, policy, metric and layer, and write a flame graph for speedscope"},
     {"dry-run", 0, "", "", "print the cells to compute and their estimated cost, then exit"},
     {"watch", 0, "", "", "replay again whenever a policy file is saved, until Ctrl-C"},
     {"figure", 0, "KIND=FILE", "", "with --watch: figure of kvreplay plot KIND to redraw after each replay; repeatable",
@@ -342,7 +347,7 @@ std::vector<std::string> words_without_traces(const Arguments& arguments, const 
   // Those that follow here, and those of one start.
   static constexpr std::string_view left_out[] = {"policy", "exclude", "plugin", "output",   "threads", "memory",
                                                   "shard",  "dry-run", "json",   "progress", "force",   "columns",
-                                                  "wide",   "all",     "each",   "quiet",    "color"};
+                                                  "wide",   "all",     "each",   "quiet",    "color",   "profile"};
   const std::filesystem::path here = std::filesystem::current_path();
   std::vector<std::string> words{arguments.command().name};
   const auto add = [&](const char* option, std::string value) {
@@ -546,6 +551,12 @@ int run_replay(const Arguments& given) {
   }
   all.traces.clear();  // the run has its own, and closes them one by one
 
+  std::optional<Profile> profile;
+  double peak = 0;
+  if (arguments.given("profile")) {
+    peak = peak_rate(*make_backend(all.request.backend, all.request.threads, all.request.device));
+    profile.emplace();
+  }
   const RunSummary summary = [&] {
     ProgressLine line(arguments);
     return all.run->run([&line](const Progress& progress) { line.show(progress.done, doing(progress)); }, interrupted);
@@ -557,6 +568,10 @@ int run_replay(const Arguments& given) {
   }
   report_troubles(summary);
   print_run(arguments, table, summary);
+  if (profile) {
+    if (!arguments.given("json")) print_profile(*profile, peak);
+    replace_file(arguments.text("profile"), speedscope_json(*profile));
+  }
   return summary.failed() > 0 ? 6 : 0;
 }
 
