@@ -35,9 +35,30 @@ std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& se
   return moved;
 }
 
+namespace {
+
+/// The sets of the eval queries are read by several metrics: they are computed once, on all threads, where they fit.
+LayerReads with_eval_sets(LayerReads reads, const LayerView& view) {
+  constexpr std::size_t most_bytes = std::size_t{64} << 20;
+  const std::span<const std::int32_t> queries = view.eval_queries();
+  const std::size_t set_bytes =
+      static_cast<std::size_t>(view.query_heads()) * static_cast<std::size_t>(view.prompt()) / 8;
+  if (!reads.at || queries.size() * set_bytes > most_bytes) return reads;
+  std::vector<KeptSet> sets(queries.size());
+  view.on_threads(queries.size(), [&](std::size_t i) { sets[i] = reads.at(queries[i]); });
+  return {[queries, sets = std::move(sets), at = std::move(reads.at)](int query) {
+            const auto found = std::ranges::lower_bound(queries, query);
+            return found != queries.end() && *found == query ? sets[static_cast<std::size_t>(found - queries.begin())]
+                                                             : at(query);
+          },
+          reads.bytes};
+}
+
+}  // namespace
+
 LayerReads reads_of(const Plan& plan, const LayerView& view, int budget) {
   if (budget >= view.prompt() && plan.schedule->has_budget()) return {};
-  return plan.schedule->reads(view, budget);
+  return with_eval_sets(plan.schedule->reads(view, budget), view);
 }
 
 void apply_store(Backend& backend, const Trace& trace, const Conditions& conditions, const Cell& cell, int layer,

@@ -55,18 +55,17 @@ struct Keyformer {
 
   /// [Hq, n]: accumulated by all queries so far.
   const Matrix& accumulated(const LayerView& view) const {
-    return view.remember("gumbel_attention",
-                         {tau, static_cast<double>(seed >> 32), static_cast<double>(seed & 0xFFFFFFFFu)}, [&] {
-                           Matrix sums(view.query_heads(), view.tokens());
-                           view.on_threads(static_cast<std::size_t>(view.kv_heads()), [&](std::size_t number) {
-                             const QueryLogits logits(view, static_cast<int>(number));
-                             for (int i = 0; i < view.group(); ++i) {
-                               const int head = static_cast<int>(number) * view.group() + i;
-                               accumulate(view, logits, head, sums.row(head));
-                             }
-                           });
-                           return sums;
-                         });
+    return view.remember(
+        "gumbel_attention", {tau, static_cast<double>(seed >> 32), static_cast<double>(seed & 0xFFFFFFFFu)}, [&] {
+          Matrix sums(view.query_heads(), view.tokens());
+          std::vector<QueryLogits> logits;
+          for (int head = 0; head < view.kv_heads(); ++head) logits.emplace_back(view, head);
+          view.on_threads(static_cast<std::size_t>(view.query_heads()), [&](std::size_t number) {
+            const auto head = static_cast<int>(number);
+            accumulate(view, logits[number / static_cast<std::size_t>(view.group())], head, sums.row(head));
+          });
+          return sums;
+        });
   }
 
   void accumulate(const LayerView& view, const QueryLogits& logits, int head, std::span<double> sums) const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -13,14 +14,13 @@
 namespace kvreplay {
 namespace {
 
-/// Adds the uses of one KV head by all queries so far.
-void add_uses(const LayerView& view, int kv_head, std::span<double> counts, std::span<double> last) {
+/// Counts the uses of one KV head by some queries, ascending, and sets the last of them.
+void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std::span<const std::int32_t> queries,
+              std::span<double> counts, std::span<double> last) {
   constexpr double above_uniform = 1.0 + 1e-6;
-  const QueryLogits logits(view, kv_head);
   const std::span<const std::int32_t> positions = view.positions(kv_head).numbers();
-  std::ranges::copy(positions, last.begin());
   std::vector<double> of_head(counts.size()), sum(counts.size());
-  for (const std::int32_t query : view.last_queries(view.residents().seen)) {
+  for (const std::int32_t query : queries) {
     const auto end = static_cast<std::size_t>(logits.end_of_visible(query));
     const std::span<double> row = std::span(of_head).first(end);
     std::ranges::fill(sum, 0.0);
@@ -43,11 +43,27 @@ void add_uses(const LayerView& view, int kv_head, std::span<double> counts, std:
 /// [2 Hkv, n]: counts of all KV heads, then positions of last uses.
 const Matrix& uses(const LayerView& view) {
   return view.remember("uses", {}, [&] {
+    constexpr std::size_t block = 256;  // queries of a piece of work
+    const std::vector<std::int32_t> queries = view.last_queries(view.residents().seen);
+    const std::size_t blocks = (queries.size() + block - 1) / block;
     Matrix all(2 * view.kv_heads(), view.tokens());
-    view.on_threads(static_cast<std::size_t>(view.kv_heads()), [&](std::size_t number) {
-      const auto head = static_cast<int>(number);
-      add_uses(view, head, all.row(head), all.row(view.kv_heads() + head));
-    });
+    for (int head = 0; head < view.kv_heads(); ++head) {
+      const QueryLogits logits(view, head);
+      const std::span<double> counts = all.row(head), last = all.row(view.kv_heads() + head);
+      std::ranges::copy(view.positions(head).numbers(), last.begin());
+      std::mutex adding;
+      view.on_threads(blocks, [&](std::size_t number) {
+        std::vector<double> of_block(counts.size()), last_of_block(last.size());
+        const std::size_t begin = number * block;
+        add_uses(view, logits, head, std::span(queries).subspan(begin, std::min(block, queries.size() - begin)),
+                 of_block, last_of_block);
+        const std::lock_guard lock(adding);  // counts are whole numbers, so that the order does not matter
+        for (std::size_t j = 0; j < counts.size(); ++j) {
+          counts[j] += of_block[j];
+          last[j] = std::max(last[j], last_of_block[j]);
+        }
+      });
+    }
     return all;
   });
 }
