@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/combination_kernels.h"
 #include "float_types.h"
 #include "parallel.h"
 
@@ -17,16 +18,17 @@ constexpr int block_tokens = 128;
 void add_norms(const TensorView& values, const TensorView& projection, int head, int group, int first, int count,
                std::span<double> norms) {
   const auto dim = static_cast<std::size_t>(values.dim);
+  const auto combine = combination_kernels().floats;
   std::vector<std::array<float, block_tokens>> channels(dim);  // of the block's values
+  std::vector<float> weights(dim);
   for (int i = 0; i < count; ++i)
     for (std::size_t c = 0; c < dim; ++c)
       channels[c][static_cast<std::size_t>(i)] = load(values.row(head / group, first + i), values.dtype, c);
   for (int row = 0; row < projection.tokens; ++row) {
-    std::array<float, block_tokens> projected{};
-    for (std::size_t c = 0; c < dim; ++c) {
-      const float weight = load(projection.row(0, row), projection.dtype, static_cast<std::size_t>(head) * dim + c);
-      for (std::size_t i = 0; i < block_tokens; ++i) projected[i] += weight * channels[c][i];
-    }
+    std::array<float, block_tokens> projected;
+    for (std::size_t c = 0; c < dim; ++c)
+      weights[c] = load(projection.row(0, row), projection.dtype, static_cast<std::size_t>(head) * dim + c);
+    combine(weights.data(), values.dim, channels.front().data(), block_tokens, block_tokens, projected.data());
     for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i)
       norms[i] += std::abs(static_cast<double>(projected[i]));
   }

@@ -1,6 +1,5 @@
 #include "observables/vector_products.h"
 
-#include <algorithm>
 #include <cstddef>
 
 namespace kvreplay {
@@ -8,6 +7,7 @@ namespace kvreplay {
 VectorProducts::VectorProducts(const Vectors& vectors, int head)
     : count_(vectors.count),
       dim_(vectors.dim),
+      combine_(combination_kernels().doubles),
       channels_(static_cast<std::size_t>(vectors.count) * static_cast<std::size_t>(vectors.dim)) {
   std::vector<double> vector(static_cast<std::size_t>(dim_));
   for (int i = 0; i < count_; ++i) {
@@ -23,16 +23,8 @@ void VectorProducts::divide(int i, double divisor) {
 }
 
 void VectorProducts::with(std::span<const double> x, int first, std::span<double> products) const {
-  constexpr std::size_t tile = 256;  // whose products fit into the first-level cache
-  for (std::size_t begin = 0; begin < products.size(); begin += tile) {
-    const std::span<double> some = products.subspan(begin, std::min(tile, products.size() - begin));
-    std::ranges::fill(some, 0.0);
-    for (std::size_t c = 0; c < x.size(); ++c) {
-      const double* channel =
-          channels_.data() + c * static_cast<std::size_t>(count_) + static_cast<std::size_t>(first) + begin;
-      for (std::size_t i = 0; i < some.size(); ++i) some[i] += x[c] * channel[i];
-    }
-  }
+  combine_(x.data(), static_cast<int>(x.size()), channels_.data() + first, count_, static_cast<int>(products.size()),
+           products.data());
 }
 
 void VectorProducts::read(int i, std::span<double> vector) const {

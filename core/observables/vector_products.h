@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "cpu/combination_kernels.h"
 #include "observables/vector_statistics.h"
 
 namespace kvreplay {
@@ -23,6 +24,7 @@ class VectorProducts {
 
  private:
   int count_, dim_;
+  decltype(CombinationKernels::doubles) combine_;
   std::vector<double> channels_;  // [dim, count]
 };
 

@@ -52,6 +52,7 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
     if (!job.is_cell() || job.two_walks != second_walk) continue;
     Measured cell{};
     jobs_.guarded(job, [&] {
+      const Timed timed(Work::select, job.policy());
       job.selections[l].reads = reads_of(job.range(view.layer()).plan, view, job.budget);
       cell = prepared(job, view, paired);
     });
@@ -103,12 +104,21 @@ void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measu
       sets.push_back(cell.by_query.empty() ? KeptSets(&cell.selection->set, 1) : KeptSets(cell.by_query));
     }
     std::map<std::size_t, OutputVectors> of_general;
+    std::map<const Job*, std::pair<std::size_t, std::vector<Comparison>>> compared;
     for (std::size_t i = 0; i < to_measure.size(); ++i) {
       if (!to_measure[i].is_general()) continue;
       of_.poll();
+      const Job& job = *to_measure[i].job;
+      const auto same = job.same >= 0 ? compared.find(&jobs_.same(job)) : compared.end();
       OutputVectors* outputs = parts.vectors ? &of_general[i] : nullptr;
-      of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count),
-                        general_comparison(view, to_measure[i], block, sets[i], outputs));
+      if (same != compared.end()) {
+        if (outputs != nullptr) *outputs = of_general.at(same->second.first);
+        of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count), same->second.second);
+        continue;
+      }
+      const auto& [number, comparisons] =
+          compared[&job] = {i, general_comparison(view, to_measure[i], block, sets[i], outputs)};
+      of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count), comparisons);
     }
     std::optional<Timed> timed(std::in_place, Work::moments);
     timed->counts([&] {

@@ -1,0 +1,67 @@
+#include "cpu/combination_kernels.h"
+
+#include "cpu/simd_level.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/combination_kernels.cpp"
+#include <hwy/foreach_target.h>
+// Highway's order: its own headers come after foreach_target.h, in every pass over this file.
+#include <hwy/highway.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace kvreplay {
+namespace HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <class Number>
+void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_t stride, int n, Number* out) {
+  const hn::ScalableTag<Number> tag;
+  const int lanes = static_cast<int>(hn::Lanes(tag));
+  int i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {  // four sums: each waits for the one before
+    auto a = hn::Zero(tag), b = a, c = a, d = a;
+    for (int row = 0; row < count; ++row) {
+      const auto weight = hn::Set(tag, weights[row]);
+      const Number* p = rows + row * stride + i;
+      a = hn::Add(a, hn::Mul(weight, hn::LoadU(tag, p)));
+      b = hn::Add(b, hn::Mul(weight, hn::LoadU(tag, p + lanes)));
+      c = hn::Add(c, hn::Mul(weight, hn::LoadU(tag, p + 2 * lanes)));
+      d = hn::Add(d, hn::Mul(weight, hn::LoadU(tag, p + 3 * lanes)));
+    }
+    hn::StoreU(a, tag, out + i);
+    hn::StoreU(b, tag, out + i + lanes);
+    hn::StoreU(c, tag, out + i + 2 * lanes);
+    hn::StoreU(d, tag, out + i + 3 * lanes);
+  }
+  for (; i < n; ++i) {
+    Number sum = 0;
+    for (int row = 0; row < count; ++row) sum += weights[row] * rows[row * stride + i];
+    out[i] = sum;
+  }
+}
+
+}  // namespace
+
+const CombinationKernels& combination_table() {
+  static const CombinationKernels table{.doubles = combine<double>, .floats = combine<float>};
+  return table;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace kvreplay
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvreplay {
+
+HWY_EXPORT(combination_table);
+
+const CombinationKernels& combination_kernels() {
+  choose_simd_level();
+  return HWY_DYNAMIC_DISPATCH(combination_table)();
+}
+
+}  // namespace kvreplay
+#endif

@@ -1,0 +1,18 @@
+// Linear combinations of rows, once for each SIMD level in the binary (simd_level.h).
+#pragma once
+
+#include <cstddef>
+
+namespace kvreplay {
+
+/// out[i] = Σ_c weights[c] rows[c · stride + i] for i < n and c < count. Each product and each sum is rounded, in the
+/// order of c: the bits do not depend on the SIMD level.
+struct CombinationKernels {
+  void (*doubles)(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out);
+  void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);
+};
+
+/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+const CombinationKernels& combination_kernels();
+
+}  // namespace kvreplay

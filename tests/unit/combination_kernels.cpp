@@ -1,0 +1,50 @@
+#include "cpu/combination_kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "attention_reference.h"
+#include "random.h"
+
+namespace kvreplay {
+namespace {
+
+/// Random numbers of very different sizes: another order of the sums gives other bits.
+template <class Number>
+std::vector<Number> numbers(std::size_t count, std::uint64_t tag) {
+  std::vector<Number> values(count);
+  for (std::size_t i = 0; i < count; ++i)
+    values[i] = static_cast<Number>((uniform(chain(tag, i)) - 0.5) * (i % 3 == 0 ? 1e4 : 1.0));
+  return values;
+}
+
+template <class Number, class Combine>
+void expect_sums_in_order(Combine combine, const char* level) {
+  for (const int n : {1, 3, 16, 31, 64, 129, 200})
+    for (const int count : {1, 2, 7, 64}) {
+      const int stride = n + 5;
+      const auto weights = numbers<Number>(static_cast<std::size_t>(count), 1);
+      const auto rows = numbers<Number>(static_cast<std::size_t>(count * stride), 2);
+      std::vector<Number> found(static_cast<std::size_t>(n));
+      combine(weights.data(), count, rows.data(), stride, n, found.data());
+      for (int i = 0; i < n; ++i) {
+        Number sum = 0;
+        for (int c = 0; c < count; ++c)
+          sum += weights[static_cast<std::size_t>(c)] * rows[static_cast<std::size_t>(c * stride + i)];
+        ASSERT_EQ(found[static_cast<std::size_t>(i)], sum) << level << ", n = " << n << ", " << count << " rows";
+      }
+    }
+}
+
+TEST(Combinations, AreSumsInOrderAtEverySimdLevel) {
+  EXPECT_GE(testing::at_every_simd_level([](const char* level) {
+              expect_sums_in_order<double>(combination_kernels().doubles, level);
+              expect_sums_in_order<float>(combination_kernels().floats, level);
+            }),
+            1);
+}
+
+}  // namespace
+}  // namespace kvreplay
