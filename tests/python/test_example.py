@@ -19,7 +19,9 @@ MEGABYTE = 1_000_000
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     answer = kvreplay("example", "-o", "new/t.h5", folder=folder, env=WITH_PYTHON)
-    assert (answer.code, answer.out, answer.err) == (0, "new/t.h5\n", ""), answer
+    command = "kvreplay replay new/t.h5 -p snapkv,h2o,chunkkv -b 0.1 -o out"
+    assert (answer.code, answer.out, answer.err) == (0, f"trace    new/t.h5\nnext     {command}\n", ""), answer
+    done(*command.split()[1:], folder=folder)
     return folder / "new/t.h5"
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import resource
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from kvreplay.capture.model_options import (
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, size
+from kvreplay.program import Parser, exit_code, names, print_next_replay, size
 from kvreplay.sweep.options import add_executor
 
 if TYPE_CHECKING:
@@ -326,8 +325,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             f"memory   peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture",
             flush=True,
         )
-    where = shlex.quote(str(paths[0] if len(paths) == 1 else paths[0].parent))
-    print(f"next     kvreplay replay {where} -p snapkv,h2o,chunkkv -b 0.1 -o out")
+    print_next_replay(paths[0] if len(paths) == 1 else paths[0].parent)
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvreplay.export import replacing
-from kvreplay.program import Parser, exit_code, writing
+from kvreplay.program import Parser, exit_code, print_next_replay, writing
 
 SHIPPED = Path(__file__).parents[3] / "traces/smollm2-135m-needle.h5"  # in the source folder
 PACKED = Path(__file__).with_name("example.h5")  # in an installed package: the build calls `cut(SHIPPED, PACKED)`
@@ -69,7 +69,9 @@ def parser() -> Parser:
 
 def write(arguments: argparse.Namespace) -> None:
     """Does what the command line says."""
-    print(example(arguments.output, arguments.force))
+    path = example(arguments.output, arguments.force)
+    print(f"trace    {path}")
+    print_next_replay(path)
 
 
 def main(argv: list[str] | None = None) -> int:

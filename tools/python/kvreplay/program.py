@@ -11,6 +11,7 @@ import gc
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -186,6 +187,11 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         raise Error(str(problem.filename or path), "cannot be written", "", str(problem.strerror)) from problem
+
+
+def print_next_replay(trace: Path) -> None:
+    """Prints the command that replays a new trace, or a folder of them."""
+    print(f"next     kvreplay replay {shlex.quote(str(trace))} -p snapkv,h2o,chunkkv -b 0.1 -o out")
 
 
 def say_notes(command: str, notes: Iterable[str], quiet: bool = False) -> None:
