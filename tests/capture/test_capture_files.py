@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -256,6 +257,36 @@ def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> Non
     loading = f"kvreplay: capture: loading {model_folder('llama').name}\n"
     said = "kvreplay: capture: torch is not installed; run pip install 'kvreplay[capture]'\n"
     assert done.stderr == loading + said
+
+
+def test_progress_in_a_pipe(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading, each prompt, and layers: the first and the last one, and every one where each takes long enough."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "Rain " * 9}) + "\n" for _ in range(2)))
+    arguments = ["--model", str(model_folder("llama")), "--prompts", str(prompts), "-n", "2", "--generate", "3"]
+
+    def printed(*more: str) -> list[str]:
+        assert main([*arguments, "-o", str(tmp_path / "traces"), "--force", *more]) == 0
+        return [line.removeprefix("kvreplay: capture: ") for line in capsys.readouterr().err.splitlines()]
+
+    name = model_folder("llama").name
+
+    def expected(layers: list[int]) -> list[str]:
+        lines = [f"loading {name}", "loaded in TIME"]
+        for number, prompt in enumerate(("p-000", "p-001"), start=1):
+            lines.append(f"{prompt}: prompt {number} of 2, generating 3 tokens")
+            lines += [f"{prompt}: {layer} of 4 layers written" for layer in layers]
+        return lines
+
+    def without_time(lines: list[str]) -> list[str]:
+        return [re.sub(r"in \d[\d.]* s$", "in TIME", line) for line in lines]
+
+    assert without_time(printed()) == expected([1, 4])
+    monkeypatch.setattr("kvreplay.capture.progress.SECONDS_BETWEEN_LINES", 0.0)
+    assert without_time(printed()) == expected([1, 2, 3, 4])
+    assert printed("--progress", "never") == printed("-q") == []
 
 
 def test_defaults_of_the_user(

@@ -8,7 +8,9 @@ import os
 import re
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +29,9 @@ from kvreplay.capture.model_options import (
 )
 from kvreplay.errors import Error, Refusal
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, print_next_replay, size
+from kvreplay.program import Parser, exit_code, names, print_next_replay, say_notes, size
 from kvreplay.sweep.options import add_executor
+from kvreplay.sweep.progress import duration
 
 if TYPE_CHECKING:
     from kvreplay.capture.observe import Layers
@@ -286,10 +289,10 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 
     import torch
     import transformers
-    from tqdm import tqdm
 
     from kvreplay.capture.capture import Choices, capture
     from kvreplay.capture.model import load
+    from kvreplay.capture.progress import progress_of
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -300,17 +303,20 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         for prompt in prompts:
             require_template(tokenizer, prompt, arguments.chat)
 
+    begin = time.monotonic()
     model, tokenizer = load(model_choices, check_tokenizer)
+    hides_notes = arguments.progress == "never"
+    say_notes("capture", [f"loaded in {duration(time.monotonic() - begin)}"], hides_notes)
     choices = Choices(**members(Choices, arguments) | {
         "name": arguments.name or source.title, "continuation": continuation, "spans": spans,
         "source_hash": source.hash(),
     })  # fmt: skip
 
-    def progress(layers: int) -> Any:
-        return tqdm(total=layers, unit=" layers", desc="capture", disable=not show, file=sys.stderr)
-
-    for prompt, path in zip(prompts, paths, strict=True):
+    for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True), start=1):
         before = _peak_mib()
+        generated = f", generating {arguments.generate} tokens" if arguments.generate else ""
+        say_notes("capture", [f"{prompt.name}: prompt {number} of {len(prompts)}{generated}"], hides_notes)
+        progress = partial(progress_of, prompt.name, arguments=arguments)
         captured = capture(model, tokenizer, prompt, path, choices, progress)
         worst = captured.worst
         print(
