@@ -59,7 +59,11 @@ def test_one_run_against_a_baseline(run, capsys):
     assert (recall["wins"], recall["ties"], recall["losses"]) == (5, 1, 0)
     error = table.loc[("output_error", "a")]
     assert (error["wins"], error["ties"], error["losses"]) == (5, 0, 1)
-    assert table.loc[("attention_recall", "b:chunk=20"), "pairs"] == 1
+    partly = table.loc[("attention_recall", "b:chunk=20")]
+    assert (partly["traces"], partly["pairs"], partly["mean"]) == (1, 1, 0.45)
+    assert "means are over the shared traces, and those of the baseline over all its traces: b:chunk=20" in (
+        "".join(found["notes"])
+    )
     assert table.loc[("output_error", "b:chunk=20"), "pairs"] == 0
     assert table.loc[("attention_recall", "base"), "difference"] is None or pd.isna(
         table.loc[("attention_recall", "base"), "difference"])  # fmt: skip

@@ -160,7 +160,8 @@ def test_a_table_by_hand():
     cluster = pd.Series(range(4), index=[f"t{i}" for i in range(4)])
     found = paired(table, cluster, "base", {"m": "higher"}, seed=0).set_index("label")
     assert list(found.index) == ["base", "a", "b"]
-    assert list(found["traces"]) == [3, 4, 3] and list(found["mean"]) == [2, 5, 2]
+    assert list(found["traces"]) == [3, 3, 2]
+    assert list(found["mean"]) == [2, 11 / 3, 0.5]  # of a and b over the traces that base has too
     assert list(found["pairs"]) == [0, 3, 2]
     assert found.loc["a", "difference"] == 5 / 3 and found.loc["b", "difference"] == -1
     assert found.loc["a", "p"] == 4 / 8  # 1, 0, 4: |±1 ±4| reaches 5 twice in four, the sign of 0 is free

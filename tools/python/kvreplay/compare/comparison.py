@@ -159,6 +159,11 @@ class Comparison:
         for line in compared[compared["pairs"] == 0].itertuples():
             place = f"{line.metric} of {line.policy} at budget {line.budget}"
             self.notes.append(f"{place}: in no trace together with the baseline")
+        of_baseline = self.lines[self.lines["policy"] == self.baseline].set_index(["metric", "budget"])["traces"]
+        fewer = [line.traces < of_baseline.get((line.metric, line.budget), 0) for line in compared.itertuples()]
+        if names := sorted(set(compared["policy"][fewer])):
+            self.notes.append(f"not measured on all traces of the baseline, so means are over the shared traces, and "
+                              f"those of the baseline over all its traces: {', '.join(names)}")  # fmt: skip
         fewest = int(compared["paired_prompts"][compared["pairs"] > 0].min()) if (compared["pairs"] > 0).any() else 0
         if 0 < fewest < statistics.FEW:
             smallest = 2.0 ** (1 - fewest)

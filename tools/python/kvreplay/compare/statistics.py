@@ -146,9 +146,11 @@ def paired(
     """One line a metric, budget and policy, in the order of `rows`; the baseline's own has no difference.
 
     `rows` as in `differences`; `cluster`: int by trace; `better` says by name higher, lower or neither: without a
-    direction none wins. `low` and `high` are the interval of the mean, `difference_low` and `difference_high` that of
-    the difference. Wins, ties and losses count traces; a tie is an exactly equal value. Lines of `unequal_memory`,
-    (budget, label), show their difference, and have no p and no wins, ties and losses: they are no comparisons.
+    direction none wins. `traces`, `prompts` and `mean` of a policy are of the traces that it shares with the baseline,
+    those of the baseline of all its traces. `low` and `high` are the interval of the mean, `difference_low` and
+    `difference_high` that of the difference. Wins, ties and losses count traces; a tie is an exactly equal value. Lines
+    of `unequal_memory`, (budget, label), show their difference, and have no p and no wins, ties and losses: they are no
+    comparisons.
     """
     key = ["name", "budget", "label"]
     found = rows[key].drop_duplicates().reset_index(drop=True)
@@ -164,12 +166,14 @@ def paired(
         total = counts.sum(axis=0)
         return sums.sum(axis=0) / np.where(total > 0, total, np.nan)
 
-    sums, counts = cluster_sums(matrix(rows, "value"), place)
+    difference = matrix(differences(rows, baseline), "difference")
+    is_baseline = (found["label"] == baseline).to_numpy()
+    shared = np.where(is_baseline | ~np.isnan(difference), matrix(rows, "value"), np.nan)
+    sums, counts = cluster_sums(shared, place)
     found["traces"], found["prompts"] = counts.sum(axis=0).astype(int), (counts > 0).sum(axis=0)
     found["mean"] = mean(sums, counts)
     found["low"], found["high"] = bootstrap_intervals(sums, counts, seed)
 
-    difference = matrix(differences(rows, baseline), "difference")
     sums, counts = cluster_sums(difference, place)
     found["pairs"], found["paired_prompts"] = counts.sum(axis=0).astype(int), (counts > 0).sum(axis=0)
     found["difference"] = mean(sums, counts)
