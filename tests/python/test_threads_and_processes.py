@@ -106,3 +106,14 @@ time.sleep(1)
 """
     run = python(code, tmp_path / "long.h5", seconds=60)
     assert (run.stdout, run.stderr, run.returncode) == ("", "", 0)
+
+
+def test_a_trace_in_memory_is_deleted_when_python_ends() -> None:
+    code = """
+import numpy as np
+array = [np.zeros((1, 8, 4), np.float32)]
+trace = kv.from_arrays(array, array, array, prompt=6)
+print(trace.prompt)
+"""
+    run = python(code, seconds=30)
+    assert (run.stdout, run.stderr, run.returncode) == ("6\n", "", 0)
