@@ -67,6 +67,9 @@ const std::pair<std::string_view, Member> members[] = {
     {"/reference/ids", &TraceHeader::reference_ids},
     {"/reference/log_probabilities", &TraceHeader::reference_log_probabilities},
     {"/reference/tail", &TraceHeader::reference_tail},
+    {"/reconstruction@boundary", &TraceHeader::reconstruction_boundary},
+    {"/reconstruction/ids", &TraceHeader::reconstruction_ids},
+    {"/reconstruction/passes", &TraceHeader::reconstruction_passes},
 };
 
 const Member* member_of(const SchemaEntry& entry) {
@@ -168,6 +171,7 @@ std::string bytes_of(const Value& value) {
 bool has_group(const TraceHeader& header, std::string_view group) {
   if (group == "/model/rope") return header.has_rope;
   if (group == "/reference") return !header.reference_ids.empty();
+  if (group == "/reconstruction") return !header.reconstruction_ids.empty();
   return true;
 }
 
@@ -220,7 +224,10 @@ std::vector<std::uint64_t> dataset_shape(const TraceHeader& header, const Schema
       },
       value);
   const std::string& first = entry.shape[0];
-  const int rows = first == "T" ? header.tokens() : first == "T-P" ? header.continuation() : header.layers;
+  const int rows = first == "T"     ? header.tokens()
+                   : first == "T-P" ? header.continuation()
+                   : first == "p"   ? static_cast<int>(header.passes().size())
+                                    : header.layers;
   if (entry.shape.size() == 1 || rows <= 0 || elements % static_cast<std::uint64_t>(rows) != 0) return {elements};
   return {static_cast<std::uint64_t>(rows), elements / static_cast<std::uint64_t>(rows)};
 }
@@ -442,6 +449,30 @@ void Rules::note_sources(const TraceHeader& header, const Note& note) const {
   }
 }
 
+void Rules::note_passes(const TraceHeader& header, const Note& note) const {
+  const auto tokens = static_cast<int>(header.reconstruction_ids.size());
+  const std::vector<ReconstructionPass> passes = header.passes();
+  for (std::size_t i = 0; i < passes.size(); ++i) {
+    const ReconstructionPass& pass = passes[i];
+    const int repeated = pass.last - pass.first;
+    const bool fits = pass.begin < pass.end && pass.end <= tokens && (i + 1 < passes.size() || pass.end == tokens) &&
+                      0 < repeated && repeated <= pass.tokens() && pass.last <= header.reconstruction_boundary &&
+                      pass.last <= header.tokens();
+    if (!fits) {
+      note("/reconstruction/passes", "value",
+           fmt::format("ascending ends, the last {} (R), and repeated tokens below {} that fit into the pass", tokens,
+                       header.reconstruction_boundary),
+           fmt::format("end {} after {}, tokens [{}, {}) in pass {}", pass.end, pass.begin, pass.first, pass.last, i));
+      return;
+    }
+    const auto from = header.reconstruction_ids.begin() + pass.end - repeated;
+    if (std::equal(from, from + repeated, header.ids.begin() + pass.first)) continue;
+    note("/reconstruction/ids", "value",
+         fmt::format("the prompt tokens [{}, {}) at the end of pass {}", pass.first, pass.last, i), "others");
+    return;
+  }
+}
+
 std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
   std::vector<Error> broken;
   const Note note = [&](const std::string& object, const std::string& what, const std::string& expected,
@@ -467,6 +498,7 @@ std::vector<Error> Rules::broken_relations(const TraceHeader& header) const {
     note("/model@value_dim", "beside /model@value_is_key", "one of the two", fmt::format("{}", header.value_dim));
   note_shapes_of_layers(header, note);
   note_sources(header, note);
+  note_passes(header, note);
   try {
     other_states(header);
   } catch (const nlohmann::json::exception&) {

@@ -82,6 +82,7 @@ class Rules {
   std::string expected_shape(const SchemaEntry& entry) const;
   void note_shapes_of_layers(const TraceHeader& header, const Note& note) const;
   void note_sources(const TraceHeader& header, const Note& note) const;
+  void note_passes(const TraceHeader& header, const Note& note) const;
 
   std::string file_;
   std::map<std::string, std::int64_t> sizes_;

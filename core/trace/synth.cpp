@@ -38,6 +38,7 @@ constexpr int most_tokens = std::numeric_limits<int>::max() / 5;  // a token's t
 constexpr int most_layers = 65536;                                // of the format
 constexpr int sink_tokens = 4;
 constexpr int repeated_block = 64;
+constexpr int instruction_tokens = 4;  // of a reconstruction pass
 constexpr std::size_t block_bytes = std::size_t{8} << 20;
 
 /// Which row is wanted: tag, layer, head, position.
@@ -280,6 +281,7 @@ void check(const SynthOptions& options) {
           fmt::format("at most {}", most_tokens - options.continuation), std::to_string(options.prefill));
   require(options.last_queries >= 0 && options.last_queries <= tokens_of(options), "last_queries",
           fmt::format("0 to {}", tokens_of(options)), std::to_string(options.last_queries));
+  require(options.repeated >= 0, "reconstruct", "at least 0", std::to_string(options.repeated));
   require(options.visible >= 0 && options.visible_block >= 1, "visible", "0 or more units of at least 1 token",
           fmt::format("{} of {}", options.visible, options.visible_block));
   require(options.rope_base >= 0.0, "rope_base", "at least 0", fmt::format("{}", options.rope_base));
@@ -291,6 +293,22 @@ void check(const SynthOptions& options) {
 
 int components_of(Tag tag, const LayerShape& shape) { return tag == values ? shape.value_dim : shape.key_dim; }
 
+/// [p] passes that repeat the prompt, all of it together.
+std::vector<ReconstructionPass> passes_of(const SynthOptions& options) {
+  std::vector<ReconstructionPass> passes;
+  for (int first = 0; options.repeated > 0 && first < options.prefill; first += options.repeated) {
+    const int begin = passes.empty() ? 0 : passes.back().end;
+    const int last = first + std::min(options.repeated, options.prefill - first);
+    passes.push_back({begin, begin + instruction_tokens + last - first, first, last});
+  }
+  return passes;
+}
+
+int pass_tokens(const SynthOptions& options) {
+  const std::vector<ReconstructionPass> passes = passes_of(options);
+  return passes.empty() ? 0 : passes.back().end;
+}
+
 /// Bytes of the tensors, which are nearly all of a trace. A real number, since any options may be asked for.
 double size_of_trace(const SynthOptions& options) {
   const double stored = options.last_queries > 0 ? options.last_queries : tokens_of(options);
@@ -298,6 +316,8 @@ double size_of_trace(const SynthOptions& options) {
   for (int l = 0; l < options.layers; ++l) {
     const LayerShape shape = options.shape(l);
     const double keys = options.source(l) == l ? 1.0 * shape.kv_heads * tokens_of(options) : 0.0;
+    const double repeated = pass_tokens(options);
+    numbers += (shape.query_heads + (options.source(l) == l ? shape.kv_heads : 0)) * repeated * shape.key_dim;
     numbers +=
         (shape.query_heads * stored + keys) * shape.key_dim + (options.value_is_key ? 0.0 : keys * shape.value_dim);
   }
@@ -376,6 +396,15 @@ TraceHeader header_of(const SynthOptions& options) {
     header.offsets.push_back(static_cast<std::int32_t>(header.text.size()));
     header.text += fmt::format("w{} ", id);
     header.offsets.push_back(static_cast<std::int32_t>(header.text.size()));
+  }
+  for (const ReconstructionPass& pass : passes_of(options)) {
+    for (int i = pass.begin; i < pass.begin + instruction_tokens; ++i)
+      header.reconstruction_ids.push_back(static_cast<std::int32_t>(
+          chain(options.seed, static_cast<std::uint64_t>(token_numbers), tokens_of(options) + i) % vocabulary));
+    header.reconstruction_ids.insert(header.reconstruction_ids.end(), header.ids.begin() + pass.first,
+                                     header.ids.begin() + pass.last);
+    header.reconstruction_passes.insert(header.reconstruction_passes.end(), {pass.end, pass.first, pass.last});
+    header.reconstruction_boundary = options.prefill;
   }
   const Range question = question_of(options);
   if (question.begin > 0) header.spans.push_back({"context", "context", 0, question.begin});
@@ -475,6 +504,25 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
       append(block);
     }
   };
+  // Tokens of passes are numbered behind those of the trace.
+  std::vector<std::int32_t> repeated(static_cast<std::size_t>(pass_tokens(options)));
+  std::iota(repeated.begin(), repeated.end(), tokens_of(options));
+  const auto write_passes = [&](Tag tag, int layer, int heads, const char* name) {
+    const std::string object = fmt::format("/layers/{:03}/{}", layer, name);
+    const int dim = components_of(tag, options.shape(layer));
+    writer.begin_tensor(object, options.dtype,
+                        {static_cast<std::uint64_t>(heads), repeated.size(), static_cast<std::uint64_t>(dim)});
+    const std::size_t token_bytes =
+        static_cast<std::size_t>(heads) * static_cast<std::size_t>(dim) * size_of(options.dtype);
+    const std::size_t tokens_in_block = std::max(std::size_t{1}, block_bytes / token_bytes);
+    for (std::size_t t = 0; t < repeated.size(); t += tokens_in_block) {
+      const std::span<const std::int32_t> tokens =
+          std::span<const std::int32_t>(repeated).subspan(t, std::min(tokens_in_block, repeated.size() - t));
+      block.resize(tokens.size() * token_bytes);
+      make_rows(maker, tag, layer, options, tokens, 0, block);
+      writer.write_tokens(object, t, block);
+    }
+  };
   for (int l = 0; l < options.layers; ++l) {
     writer.begin_layer(options.dtype, stored < all.size() ? last : std::span<const std::int32_t>{});
     const LayerShape shape = options.shape(l);
@@ -482,6 +530,8 @@ void synthesise(const SynthOptions& options, const std::filesystem::path& path,
       writer.write(fmt::format("/layers/{:03}/visible", l), visible_units(options, l, last),
                    {static_cast<std::uint64_t>(shape.kv_heads), stored, static_cast<std::uint64_t>(options.visible)});
     write(queries, l, shape.query_heads, last, [&](std::span<const std::byte> rows) { writer.append_q(rows); });
+    if (!repeated.empty()) write_passes(queries, l, shape.query_heads, "q_reconstruction");
+    if (!repeated.empty() && options.source(l) == l) write_passes(keys, l, shape.kv_heads, "k_reconstruction");
     if (options.source(l) != l) continue;
     write(keys, l, shape.kv_heads, all, [&](std::span<const std::byte> rows) { writer.append_k(rows); });
     if (!options.value_is_key)

@@ -38,6 +38,7 @@ struct SynthOptions {
   SizeByLayer chunk = 0;            // C; 0: none
   int visible = 0;                  // units that each query reads, drawn at random and its own; 0: every token
   int visible_block = 1;            // tokens of a unit
+  int repeated = 0;                 // prompt tokens that each reconstruction pass repeats; 0: no pass
   double logit_softcap = 0.0;       // 0: none
   bool value_is_key = false;        // values are the first dv components of the keys
   bool sinks = false;               // each query head has a sink logit, standard normal; every fourth has none

@@ -39,7 +39,7 @@ struct TensorPlace {
 struct LayerPlaces {
   std::vector<std::int32_t> query_positions;
   std::vector<std::int32_t> visible;  // [Hkv, Tq, u], or empty
-  std::vector<TensorPlace> tensors;   // q, k, and v, wo, input_norm and x where they are stored
+  std::vector<TensorPlace> tensors;   // q, k, and the others that are stored
 
   /// Of a dataset of integers; of another, none.
   const std::vector<std::int32_t>& numbers(const SchemaEntry& entry) const {
@@ -208,7 +208,11 @@ class Reader {
     const std::string left_out_by = kvreplay::left_out_by(entry, contents_.header, layer);
     if (!left_out_by.empty() && found != hdf5::Group::Member::none)
       refuse(object, "beside " + left_out_by, "none", "a dataset");
-    if (found == hdf5::Group::Member::none && (!left_out_by.empty() || !entry.required)) return std::nullopt;
+    const SchemaEntry* const other = entry.per_layer() && !entry.with.empty() ? &schema().entry(entry.with) : nullptr;
+    if (other != nullptr && found != hdf5::Group::Member::none && !find_group(other->group, false))
+      refuse(object, "alone", other->object + " beside it", "none");
+    const bool wanted = entry.required || (other != nullptr && header_value(contents_.header, *other));
+    if (found == hdf5::Group::Member::none && (!left_out_by.empty() || !wanted)) return std::nullopt;
     require_kind(object, found, hdf5::Group::Member::dataset);
     hdf5::Dataset dataset = parent.dataset(entry.name);
     dataset.require_plain_storage();
@@ -650,6 +654,14 @@ std::vector<int> TraceHeader::readers(int l) const {
   std::vector<int> all{l};
   for (int reader = l + 1; has_keys(l) && !kv_source.empty() && reader < layers; ++reader)
     if (source(reader) == l) all.push_back(reader);
+  return all;
+}
+
+std::vector<ReconstructionPass> TraceHeader::passes() const {
+  std::vector<ReconstructionPass> all;
+  for (std::size_t i = 0; i + 2 < reconstruction_passes.size(); i += 3)
+    all.push_back({all.empty() ? 0 : all.back().end, reconstruction_passes[i], reconstruction_passes[i + 1],
+                   reconstruction_passes[i + 2]});
   return all;
 }
 

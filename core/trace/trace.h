@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "open_file.h"
+#include "reconstruction_pass.h"
 #include "tensor.h"
 
 namespace kvreplay {
@@ -95,6 +96,10 @@ struct TraceHeader {
   std::vector<double> reference_log_probabilities;  // [G, K], or empty
   std::vector<double> reference_tail;               // [G], or empty: the probability of all others
 
+  int reconstruction_boundary = 0;                  // prompt tokens that each reconstruction pass follows; 0: no pass
+  std::vector<std::int32_t> reconstruction_ids;     // [R], or empty
+  std::vector<std::int32_t> reconstruction_passes;  // [p, 3], or empty
+
   int tokens() const { return static_cast<int>(ids.size()); }  // T
   int continuation() const { return tokens() - prefill; }      // G
   /// Whether layer l has keys and values: it does not read those of an earlier layer.
@@ -111,6 +116,7 @@ struct TraceHeader {
     int head = 0;
   };
   std::vector<QueryHead> query_heads_of(int l) const;
+  std::vector<ReconstructionPass> passes() const;
   LayerShape shape(int l) const;
   /// Each size is the largest of some layers.
   LayerShape largest_shape(std::span<const int> some_layers) const;
@@ -194,7 +200,7 @@ class Trace {
   /// is asked for, where it is chunked. Queries of several layers are put together in memory and kept likewise.
   LayerTensors layer(int l) const;
 
-  /// q, k and, where they are stored, v, wo and input_norm of layer l; lifetime as for layer().
+  /// All tensors of layer l that are stored, q and k first; lifetime as for layer().
   std::vector<StoredTensor> tensors(int l) const;
 
   /// Positions of the stored queries of layer l: [Tq] ascending, or empty when all T are stored.

@@ -126,7 +126,8 @@ struct TraceWriter::State {
     if (H5Fget_filesize(file->id(), &end) < 0) throw hdf5::failure(file->where(), "has no length");
     partial.reserve(end + header.text.size() + 4 * (header.ids.size() + header.offsets.size()) +
                     8 * (header.inv_freq.size() + header.sinks.size()) + 48 * header.sliding_window.size() +
-                    1024 * header.spans.size() + 20 * header.reference_ids.size() + 8 * header.reference_tail.size());
+                    1024 * header.spans.size() + 20 * header.reference_ids.size() + 8 * header.reference_tail.size() +
+                    4 * (header.reconstruction_ids.size() + header.reconstruction_passes.size()));
   }
 
   void write_header(const TraceHeader& all) {

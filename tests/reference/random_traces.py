@@ -102,6 +102,19 @@ def no_continuation() -> Content:
     return normal(14, 2, 4, 2, 8, 30, 30)
 
 
+def with_passes(content: Content, size: int, seed: int) -> Content:
+    """Passes that repeat the prompt but its first two tokens, `size` of them at a time, behind three of an instruction;
+    the last pass repeats some tokens again."""
+    generator = np.random.default_rng([7, seed])
+    begins = range(min(2, content.prompt - 1), content.prompt, size)
+    repeated = [(first, min(first + size, content.prompt)) for first in begins] + [(0, min(3, content.prompt))]
+    ends = np.cumsum([3 + last - first for first, last in repeated]).tolist()
+    content.passes = [(end, first, last) for end, (first, last) in zip(ends, repeated, strict=True)]
+    content.q_passes = [generator.normal(size=(len(q), ends[-1], q.shape[2])) for q in content.q]
+    content.k_passes = [generator.normal(size=(len(k), ends[-1], k.shape[2])) for k in content.k]
+    return content
+
+
 def shape(seed: int) -> Content:
     """A random shape: grouping, RoPE, stored type, length; a question ends every other, every fourth has Wo."""
     generator = np.random.default_rng(1000 + seed)
@@ -136,7 +149,7 @@ def shape(seed: int) -> Content:
         hidden, numbers = int(generator.integers(2, 20)), kv_heads * group * d
         content.wo = [generator.normal(size=(hidden, numbers)) for _ in range(n_layers)]
         content.input_norm = [generator.uniform(1, 9, prompt + 9) for _ in range(n_layers)]
-    return content
+    return with_passes(content, int(generator.integers(4, 60)), seed) if seed % 3 == 0 else content
 
 
 TRACES: list[Callable[[], Content]] = [

@@ -30,7 +30,8 @@ class Layer:
 
     inv_freq [r]: radians a position by which RoPE turns each of the first r pairs of components; None: no RoPE.
     attention_scaling: what RoPE multiplies queries and keys by; wo [hidden,Hq*d]: the output projection, if stored, and
-    input_norm [T]: norms of the hidden states at the layer's input.
+    input_norm [T]: norms of the hidden states at the layer's input. q_passes [Hq,R,d] and k_passes [Hkv,R,d]: of the
+    passes that repeat the prompt.
     """
 
     q: np.ndarray
@@ -43,6 +44,8 @@ class Layer:
     attention_scaling: float = 1.0
     wo: np.ndarray | None = None
     input_norm: np.ndarray | None = None
+    q_passes: np.ndarray | None = None
+    k_passes: np.ndarray | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +53,8 @@ class Trace:
     """One trace in float64. `number_bytes` is the size of a stored number.
 
     `spans` maps a name to [begin, end), `kinds` to what it is; `interleaved`: RoPE turns components 2i and 2i+1
-    together, otherwise i and i+r.
+    together, otherwise i and i+r. `passes`: of each pass behind the prompt its end in q_passes, and [first, end) of the
+    prompt tokens that its last tokens repeat.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Trace:
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     interleaved: bool = False
+    passes: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -140,6 +145,8 @@ def read_trace(path: Path) -> Trace:
                     attention_scaling=float(rope["attention_scaling"][index]) if rope else 1.0,
                     wo=numbers(group["wo"]) if "wo" in group else None,
                     input_norm=numbers(group["input_norm"]) if "input_norm" in group else None,
+                    q_passes=numbers(group["q_reconstruction"]) if "q_reconstruction" in group else None,
+                    k_passes=numbers(group["k_reconstruction"]) if "k_reconstruction" in group else None,
                 )
             )
         spans, kinds = {}, {}
@@ -158,6 +165,7 @@ def read_trace(path: Path) -> Trace:
             spans=spans,
             kinds=kinds,
             interleaved=rope is not None and rope.attrs["style"] == b"interleaved",
+            passes=[tuple(map(int, one)) for one in file["reconstruction/passes"]] if "reconstruction" in file else [],
         )
 
 

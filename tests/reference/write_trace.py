@@ -34,6 +34,9 @@ class Content:
     unrotated_layers: tuple[int, ...] = ()
     wo: list[np.ndarray] | None = None  # [layer] [hidden, Hq*d]
     input_norm: list[np.ndarray] | None = None  # [layer] [T]
+    passes: list[tuple[int, int, int]] | None = None  # end in q_passes, first and end of the prompt tokens repeated
+    q_passes: list[np.ndarray] | None = None  # [layer] [Hq,R,d], of all passes
+    k_passes: list[np.ndarray] | None = None  # [layer] [Hkv,R,d]
 
 
 def stored_type(dtype: str) -> h5py.h5t.TypeFloatID:
@@ -107,6 +110,14 @@ def write_trace(path: Path, content: Content) -> None:
             span = np.dtype([("name", string), ("kind", string), ("begin", np.int32), ("end", np.int32)])
             rows = [(name.encode(), kind.encode(), begin, end) for name, (kind, begin, end) in content.spans.items()]
             array(file, "spans", np.array(rows, span))
+        if content.passes:
+            ids = np.full(content.passes[-1][0], tokens, np.int32)  # of the instruction
+            for end, first, last in content.passes:
+                ids[end - (last - first) : end] = np.arange(first, last)
+            reconstruction = file.create_group("reconstruction")
+            reconstruction.attrs["boundary"] = np.int64(content.prompt)
+            array(reconstruction, "ids", ids)
+            array(reconstruction, "passes", np.array(content.passes, np.int32))
         layers = file.create_group("layers")
         for index in range(n_layers):
             layer = layers.create_group(f"{index:03d}")
@@ -117,5 +128,8 @@ def write_trace(path: Path, content: Content) -> None:
                 write_tensor(layer, "wo", content.wo[index], content.dtype)
             if content.input_norm is not None:
                 array(layer, "input_norm", content.input_norm[index].astype(np.float32))
+            if content.passes:
+                write_tensor(layer, "q_reconstruction", content.q_passes[index], content.dtype)
+                write_tensor(layer, "k_reconstruction", content.k_passes[index], content.dtype)
             if content.q_positions is not None:
                 array(layer, "q_positions", content.q_positions.astype(np.int32))

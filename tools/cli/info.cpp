@@ -280,7 +280,12 @@ Json as_json(const Trace& trace, const Use& use, const std::optional<Estimate>& 
                 {"spans", Json::array()},
                 {"policies", Json::array()},
                 {"stored_observables", stored_observables(trace)},
+                {"reconstruction", Json::object()},
                 {"notes", use.notes}};
+  if (const std::vector<ReconstructionPass> passes = header.passes(); !passes.empty())
+    document["reconstruction"] = {{"boundary", header.reconstruction_boundary},
+                                  {"passes", passes.size()},
+                                  {"tokens", header.reconstruction_ids.size()}};
   for (const OtherState& state : other_states(header))
     document["other_state"].push_back({{"kind", state.kind}, {"layers", state.layers}, {"bytes", state.bytes}});
   for (const Span& span : header.spans)
@@ -323,6 +328,10 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
                                              header.rope_pairs, header.rope_interleaved ? "interleaved" : "half-split")
                                : "none"}};
   rows.insert(rows.end(), std::begin(of_attention), std::end(of_attention));
+  if (const std::vector<ReconstructionPass> passes = header.passes(); !passes.empty())
+    rows.push_back({"passes", fmt::format("{} that repeat tokens [{}, {}), {} tokens after the first {}", passes.size(),
+                                          passes.front().first, passes.back().last, header.reconstruction_ids.size(),
+                                          header.reconstruction_boundary)});
   for (const Span& span : header.spans)
     rows.push_back({"span", fmt::format("{}  {}  [{}, {})", span.name, span.kind, span.begin, span.end)});
   if (const int tokens = use.conditions.boundary; tokens < header.prefill)

@@ -34,6 +34,7 @@ constexpr Option options[] = {
      "sliding windows of layers 0, 1, ..., in tokens, repeated over all layers; 0: none"},
     {"chunk", 0, "C,...", "", "chunks of attention, likewise: query t sees keys from floor(t / C) C on; 0: none"},
     {"visible", 0, "U,B", "", "native sparse attention: each query reads U units of B tokens, its own and random ones"},
+    {"reconstruct", 0, "N", "", "passes that repeat the prompt, N of its tokens in each"},
     {"sink-logits", 0, "", "", "sink logits: the softmax of a query head has one more term"},
     {"softcap", 0, "C", "", "soft cap of logits, C tanh(z/C); 0: none"},
     {"rope-base", 0, "X", "", "base of RoPE, inv_freq[i] = X^(-2i/d); 0: no RoPE"},
@@ -89,6 +90,7 @@ SynthOptions requested(const Arguments& arguments) {
     wanted.visible_block = units[1];
   }
   number("prompt", wanted.prefill, 1);
+  number("reconstruct", wanted.repeated, 1);
   number("continuation", wanted.continuation, 0);
   if (arguments.given("dtype")) wanted.dtype = dtype_of(arguments.text("dtype"));
   if (arguments.given("seed")) wanted.seed = arguments.seed("seed");
