@@ -21,9 +21,17 @@
 #include "observables/observable_store.h"
 #include "observables/vector_statistics.h"
 #include "positions.h"
+#include "reconstruction_pass.h"
 #include "tensor.h"
 
 namespace kvreplay {
+
+/// Queries and keys of the passes that repeat the prompt.
+struct Reconstruction {
+  TensorView q = {};                            // [Hq, R, d]
+  TensorView k = {};                            // [Hkv, R, d]
+  std::vector<ReconstructionPass> passes = {};  // empty: no policy needs them
+};
 
 /// Where a layer stands in the run.
 struct LayerPlace {
@@ -33,6 +41,7 @@ struct LayerPlace {
   int prompt = 0;                // P: tokens under compression, [0, P)
   MarkedQuestion question = {};  // that ends them
   TensorView projection = {};    // [1, hidden, Hq * d]: the layer's output projection, where a policy needs it
+  Reconstruction reconstruction = {};
 };
 
 /// What is held at some time, when it is not all of the prompt.

@@ -11,6 +11,7 @@ struct Needs {
   bool recent_queries = false;  // those of the protected tokens at the end of the prompt
   bool question = false;        // those of the question that ends the prompt
   bool projection = false;      // no queries: the layers' output projections
+  bool reconstruction = false;  // no queries of the prompt: those of the passes that repeat it
   // A file that it reads has one shape for all layers: by KV heads and dimensions, or by query heads.
   bool same_kv_shapes = false, same_query_heads = false;
   bool rope = false;  // the model's RoPE, because it un-rotates keys or queries

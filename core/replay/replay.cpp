@@ -68,10 +68,12 @@ class Replay {
         jobs_.all(), [](const Job& job) { return job.is_cell() && job.cell->measure && job.cell->measure->vectors; });
   }
 
-  bool reads_projection() const {
-    return std::ranges::any_of(jobs_.all(), [](const Job& job) {
-      return !job.is_known() &&
-             std::ranges::any_of(job.ranges, [](const PlannedRange& range) { return needs_of(range.plan).projection; });
+  /// Whether a policy that runs needs this.
+  bool reads(bool Needs::* input) const {
+    return std::ranges::any_of(jobs_.all(), [input](const Job& job) {
+      return !job.is_known() && std::ranges::any_of(job.ranges, [input](const PlannedRange& range) {
+        return needs_of(range.plan).*input;
+      });
     });
   }
 
@@ -89,7 +91,7 @@ class Replay {
 
   /// Numbers that are none would not stop every policy: a capped logit of infinity is the cap, and a maximum passes NaN
   /// by. Throws Error{input} that names the first in what is read of a layer.
-  void require_finite(int stored, bool projection) const {
+  void require_finite(int stored, bool projection, bool passes) const {
     const bool vectors = measures_vectors();
     const std::string file = of_.trace.path().string();
     const LayerTensors layer = of_.trace.layer(stored);
@@ -98,6 +100,7 @@ class Replay {
       const bool queries = tensor.path.ends_with("/q");
       if (tensor.path.ends_with("/wo") && !projection && !vectors) continue;
       if (tensor.path.ends_with("/input_norm") && !vectors) continue;
+      if (tensor.path.ends_with("_reconstruction") && !passes) continue;
       if (tensor.path.ends_with("/x")) continue;  // no policy or metric reads it
       const std::span<const std::int32_t> positions =
           queries ? of_.trace.query_positions(stored) : std::span<const std::int32_t>{};
@@ -128,7 +131,7 @@ class Replay {
       std::optional<Timed> reading(std::in_place, Work::read);
       const std::map<int, PairedLayer> paired = paired_layers(l, number == 1);
       for (const auto& [partner, of_partner] : paired)  // those before it have been seen
-        if (number == 0 && partner > l) require_finite(of_.stored(partner), false);
+        if (number == 0 && partner > l) require_finite(of_.stored(partner), false, false);
       const LayerTensors tensors = of_.trace.layer(stored);
       if (held.empty()) held.emplace_back(of_.backend, tensors);
       held.front().hold(queries);  // again, where it did not fit beside the one before it
@@ -139,10 +142,13 @@ class Replay {
         if (fits && of_.trace.archived_bytes(following) == 0)
           held.emplace_back(of_.backend, of_.trace.layer(following)).hold(queries);
       }
-      const TensorView projection = reads_projection() ? output_projection(of_.trace, stored) : TensorView{};
-      if (number == 0) require_finite(stored, projection.data != nullptr);
+      const TensorView projection = reads(&Needs::projection) ? output_projection(of_.trace, stored) : TensorView{};
+      const Reconstruction passes =
+          reads(&Needs::reconstruction) ? reconstruction(of_.trace, stored) : Reconstruction{};
+      if (number == 0) require_finite(stored, projection.data != nullptr, !passes.passes.empty());
       reading.reset();
-      const LayerView view(of_.backend, tensors, {l, of_.layers(), stored, of_.prompt(), of_.question, projection},
+      const LayerView view(of_.backend, tensors,
+                           {l, of_.layers(), stored, of_.prompt(), of_.question, projection, passes},
                            of_.conditions.eval_queries, of_.store);
       if (number == 0) {
         of_.sink.layer(view, of_.backend);

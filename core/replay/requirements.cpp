@@ -125,6 +125,22 @@ void check_projections(const Trace& trace, std::span<const int> layers, const st
                   "layers with separate keys and values", fmt::format("layers {}", fmt::join(readers, ", "))};
 }
 
+void check_reconstruction(const Trace& trace, std::span<const int> layers, int prompt, const std::string& who) {
+  const TraceHeader& header = trace.header();
+  const std::string file = trace.path().string();
+  if (header.reconstruction_ids.empty())
+    throw Error{Refusal::input, file + ":/reconstruction", "no pass that repeats the prompt for " + who,
+                "a trace captured with --reconstruct", "none"};
+  if (header.reconstruction_boundary != prompt)
+    throw Error{Refusal::input, file + ":/reconstruction@boundary", "passes for another boundary than that of " + who,
+                fmt::format("--boundary {}, or a trace captured with --reconstruct-at", header.reconstruction_boundary),
+                fmt::format("{}", prompt)};
+  for (const int layer : layers)
+    if (const std::vector<int> readers = header.readers(layer); readers.size() > 1)
+      throw Error{Refusal::input, file + ":/model/kv_source", "queries of several layers for " + who,
+                  "layers with separate keys and values", fmt::format("layers {}", fmt::join(readers, ", "))};
+}
+
 namespace {
 
 /// Tokens that may follow the question: a chat template's.
@@ -236,6 +252,7 @@ void check_on_trace(const Trace& trace, const Conditions& conditions, const Laye
     if (const int stored = conditions.layers[static_cast<std::size_t>(l)]; !output_projection(trace, stored).data)
       throw Error{Refusal::input, fmt::format("{}:/layers/{:03}/wo", trace.path().string(), stored),
                   "no output projection for " + who, "a trace captured with --with-wo, or wo=none", "none"};
+  if (needs_of(plan).reconstruction) check_reconstruction(trace, layers, prompt, who);
   if (plan.score.needs.rope && !trace.header().has_rope)
     throw Error{Refusal::input, trace.path().string() + ":/model/rope",
                 "RoPE of keys and queries cannot be undone for " + who, "the RoPE frequencies of the model", "none"};

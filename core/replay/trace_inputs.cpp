@@ -24,6 +24,11 @@ TensorView tensor_at(const Trace& trace, int stored_layer, std::string_view end_
 
 TensorView output_projection(const Trace& trace, int stored_layer) { return tensor_at(trace, stored_layer, "/wo"); }
 
+Reconstruction reconstruction(const Trace& trace, int stored_layer) {
+  return {tensor_at(trace, stored_layer, "/q_reconstruction"), tensor_at(trace, stored_layer, "/k_reconstruction"),
+          trace.header().passes()};
+}
+
 TensorView input_norms(const Trace& trace, int stored_layer) { return tensor_at(trace, stored_layer, "/input_norm"); }
 
 }  // namespace kvreplay

@@ -14,6 +14,10 @@ Division division_of(const Plan& plan, const LayerShape& shape, int layers, int 
 void check_projections(const Trace& trace, std::span<const int> layers, const std::string& who);
 /// [1, hidden, Hq * d] of a stored layer; without data where the trace does not hold it.
 TensorView output_projection(const Trace& trace, int stored_layer);
+/// Throws Error{input} unless these layers have queries and keys of passes that repeat the first `prompt` tokens.
+void check_reconstruction(const Trace& trace, std::span<const int> layers, int prompt, const std::string& who);
+/// Those of a stored layer.
+Reconstruction reconstruction(const Trace& trace, int stored_layer);
 /// [1, T, 1] norms of the tokens' hidden states at the layer's input; without data where the trace does not hold them.
 TensorView input_norms(const Trace& trace, int stored_layer);
 

@@ -21,11 +21,13 @@ from kvreplay.trace import Trace, TraceWriter
 POLICIES = set(
     "ada-kv cam-one-shot caote cap-kv chunkkv compactor critical-kv cur defensive-kv dms double-sparsity "
     "duo-attention dynamickv expected-attention finch full h2o h2o-online head-kv hybrid keydiff keyformer kivi "
-    "knorm kvcrush lagkv lava leverage lfu local lru minicache nacl native observed-attention oracle oracle-top-k "
-    "oracle-top-p page-means pq pyramid-infer pyramid-kv q-filter quest r-kv random random-twin sca scissorhands "
-    "simlayerkv snapkv streaming-llm strided think tova tri-attention truncate value-norm vase vatp".split()
+    "knorm kvcompose kvcrush kvzip lagkv lava leverage lfu local lru minicache nacl native observed-attention "
+    "oracle oracle-top-k oracle-top-p page-means pq pyramid-infer pyramid-kv q-filter quest r-kv random "
+    "random-twin sca scissorhands simlayerkv snapkv streaming-llm strided think tova tri-attention truncate "
+    "value-norm vase vatp".split()
 )
-ASK_FOR_MORE = {"critical-kv", "dms", "head-kv", "random-twin"}  # output projections, a threshold, a table, a policy
+# Output projections, a threshold, a table, passes that repeat the prompt, a policy.
+ASK_FOR_MORE = {"critical-kv", "dms", "head-kv", "kvcompose", "kvzip", "random-twin"}
 COMMANDS = set(
     "doctor synth info validate convert replay show diff policies new-policy metrics completion help".split()
 )
@@ -298,6 +300,7 @@ def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
     assert facts["chunkkv"]["granularity"] == "chunk, per layer"
     assert facts["sca"]["granularity"] == "token, one set for all layers"
     assert facts["critical-kv"]["needs"] == "all prompt queries, RoPE, W_o"
+    assert facts["kvzip"]["needs"] == "passes that repeat the prompt" and facts["kvzip"]["cost"] == "O(n^2)"
     assert facts["head-kv"]["needs"] == "last 8 queries, file (table=)"
     assert facts["h2o-online"]["class"] == "online" and facts["quest"]["class"].startswith("sparse reads")
     assert facts["simlayerkv"]["class"] == "one-shot, after prefill; budget-free"

@@ -22,6 +22,7 @@ SynthOptions shape(const std::string& kind, DType dtype, int layers) {
   options.continuation = 5;
   options.rope_base = 100.0;
   options.dtype = dtype;
+  options.repeated = 25;
   return options;
 }
 

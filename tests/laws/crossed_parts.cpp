@@ -31,6 +31,7 @@ const Trace& trace() {
     options.head_dim = 32;  // whole blocks of every number format
     options.prefill = 40;
     options.continuation = 3;
+    options.repeated = 16;
     return options;
   }());
   static const Trace opened = file.open();

@@ -11,6 +11,7 @@
 #include <limits>
 #include <optional>
 #include <set>
+#include <tuple>
 
 #include "all_policies.h"
 #include "float_types.h"
@@ -67,12 +68,24 @@ class KindOfTrace {
     header.offsets.clear();
     header.text.clear();
     header.spans.clear();
+    const int tokens = shape.prompt + shape.continuation, repeated = shape.prompt + 2;  // 2 ask for the repetition
+    header.reconstruction_boundary = shape.prompt;
+    header.reconstruction_ids.assign(static_cast<std::size_t>(repeated), 0);
+    header.reconstruction_passes = {repeated, 0, shape.prompt};
     TraceWriter writer(file_.path(), header, Existing::replace);
     for (int l = 0; l < shape.layers; ++l) {
       writer.begin_layer(kind.dtype);
-      writer.append_q(tensor(Tensor::q, l, shape.query_heads));
-      writer.append_k(tensor(Tensor::k, l, shape.kv_heads));
-      writer.append_v(tensor(Tensor::v, l, shape.kv_heads));
+      writer.append_q(tensor(Tensor::q, l, shape.query_heads, 0, tokens));
+      writer.append_k(tensor(Tensor::k, l, shape.kv_heads, 0, tokens));
+      writer.append_v(tensor(Tensor::v, l, shape.kv_heads, 0, tokens));
+      for (const auto& [name, of, heads] :
+           {std::tuple{"q", Tensor::q, shape.query_heads}, std::tuple{"k", Tensor::k, shape.kv_heads}}) {
+        const std::string object = "/layers/00" + std::to_string(l) + "/" + name + "_reconstruction";
+        writer.begin_tensor(object, kind.dtype,
+                            {static_cast<std::uint64_t>(heads), static_cast<std::uint64_t>(repeated),
+                             static_cast<std::uint64_t>(shape.dim)});
+        writer.write_tokens(object, 0, tensor(of, l, heads, tokens, tokens + repeated));
+      }
     }
     writer.finish();
     trace_.emplace(file_.open());
@@ -82,10 +95,10 @@ class KindOfTrace {
   const Trace& trace() const { return *trace_; }
 
  private:
-  std::vector<std::byte> tensor(Tensor of, int layer, int heads) const {
+  std::vector<std::byte> tensor(Tensor of, int layer, int heads, int first, int end) const {
     std::vector<std::byte> bytes;
     for (int head = 0; head < heads; ++head)
-      for (int token = 0; token < kind_.shape.prompt + kind_.shape.continuation; ++token)
+      for (int token = first; token < end; ++token)
         for (int c = 0; c < kind_.shape.dim; ++c) {
           const std::uint64_t drawn = chain(static_cast<std::uint64_t>(of), layer, head, token, c);
           const double number = static_cast<double>(drawn % 17) - 8.0;

@@ -24,6 +24,7 @@ const Trace& trace() {
     options.head_dim = 8;
     options.prefill = prompt;
     options.continuation = 3;
+    options.repeated = 20;
     return options;
   }());
   static const Trace opened = file.open();

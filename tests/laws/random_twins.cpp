@@ -26,6 +26,7 @@ const Trace& trace() {
     options.head_dim = 16;
     options.prefill = prompt;
     options.continuation = 5;
+    options.repeated = 40;
     options.sliding_window = {7, 0, 0, 0};
     return options;
   }());

@@ -326,6 +326,12 @@ AHEAD_POLICIES = [
     "tri-attention:recent=2",
     "tri-attention:recent=0,agg=mean",
     "laprox:window=2,kernel=3",
+    "kvzip",
+    "kvzip:sinks=1",
+    "kvzip:sinks=0,agg=mean,heads=query",
+    "kvcompose",
+    "kvcompose:heads=query",
+    "kvcompose:agg=max,allocate=ranked-global",
     "oracle-top-k",
     "oracle-top-k:sinks=2,local=2,dense_layers=1",
     "oracle-top-p:p=0.8",
@@ -509,6 +515,8 @@ def has_what_it_takes(content: random_traces.Content, text: str, budget: str) ->
     if policy.name == "double-sparsity" and parameters["channels"] != "qk" and not content.rope:
         return False
     if policy.name == "laprox" and content.wo is None:
+        return False
+    if policy.name in ("kvzip", "kvcompose") and content.passes is None:
         return False
     if policy.name == "pq" and content.k[0].shape[2] % int(parameters["parts"]):
         return False

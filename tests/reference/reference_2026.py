@@ -1,5 +1,5 @@
 """Policies of 2024 to 2026 that choose once: R-KV, VaSE, CapKV, KVCrush, Keyformer, DMS as a threshold, LRU, LFU,
-TriAttention, LaProx and KVCompose."""
+TriAttention, LaProx, KVzip and KVCompose."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from reference import (
     Trace,
     aggregate,
     attention,
+    capped,
     chain,
     cumulative_attention,
     logits,
@@ -20,7 +21,6 @@ from reference import (
     rank,
     rows_of,
     softmax,
-    top,
     unrotated,
     window_attention,
 )
@@ -33,10 +33,13 @@ from reference_selection import (
     Decision,
     Policy,
     Selection,
+    Verdict,
     best_beside,
     decided,
+    found,
     only,
     ranked,
+    sets_agree,
     tokens_of,
     unwrapped,
 )
@@ -52,6 +55,8 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "lfu": {"recent": "1"},
     "tri-attention": {"recent": "128", "heads": "kv", "agg": "max"},
     "laprox": {"window": "32", "kernel": "7"},
+    "kvzip": {"sinks": "4", "heads": "kv", "agg": "max"},
+    "kvcompose": {"heads": "kv", "agg": "mean"},
 }
 
 
@@ -477,30 +482,100 @@ def projected(trace: Trace, layer: int) -> np.ndarray:
     return np.array([norms(of_head @ block.T, 2) for of_head, block in zip(values, blocks, strict=True)])
 
 
-# ----------------------------------------------------------------------------------------------------------- kvcompose
+# ------------------------------------------------------------------------------------------------ kvzip and kvcompose
 
 
-def kvcompose(maxima: list[np.ndarray], kv_heads: int, slots: int, structured: bool = True) -> list[list[np.ndarray]]:
-    """Kept sets [L][Hkv] of `slots` tokens of a KV head in all layers together (arXiv 2509.05165), from the greatest
-    attention [L][Hq,P] that a second pass pays. Structured: the heads of a layer keep equally many tokens; otherwise
-    `slots` times Hkv tokens compete."""
-    scores = [aggregate(of_layer, "kv", "mean", kv_heads) for of_layer in maxima]
-    scores = [of_layer + of_layer.mean(axis=0) for of_layer in scores]
-    ordered = [-np.sort(-of_layer, axis=1) for of_layer in scores]
-    every = np.arange(scores[0].shape[1])
-    if structured:
-        curves = np.array([of_layer.mean(axis=0) for of_layer in ordered])
-        curves[0] = curves.max(axis=0)
-        chosen = rank(curves.ravel())[:slots] // len(every)
-        counts = np.repeat(np.bincount(chosen, minlength=len(scores)), kv_heads)
-    else:
-        chosen = rank(np.concatenate(ordered).ravel())[: slots * kv_heads] // len(every)
-        counts = np.bincount(chosen, minlength=len(scores) * kv_heads)
-    counts = counts.reshape(len(scores), kv_heads)
-    return [
-        [top(of_head, count, every) for of_head, count in zip(of_layer, of_counts, strict=True)]
-        for of_layer, of_counts in zip(scores, counts, strict=True)
+def largest_of_passes(
+    trace: Trace, layer: int, reads: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+) -> np.ndarray:
+    """[Hq,P]: the greatest attention of a query of the passes, 0 for tokens of none. reads(first, end) of the tokens
+    that a pass repeats: the prompt tokens in its softmax, and those of them that get scores."""
+    of_layer, group = trace.layers[layer], trace.query_heads // trace.kv_heads
+    assert of_layer.q_passes is not None and of_layer.k_passes is not None
+    largest = np.zeros((trace.query_heads, trace.prompt))
+    begin = 0
+    for end, first, last in trace.passes:
+        tokens, scored = reads(first, last)
+        keys = np.concatenate([of_layer.k[:, tokens], of_layer.k_passes[:, begin:end]], axis=1)
+        z = capped(trace, of_layer.q_passes[:, begin:end] @ np.repeat(keys, group, axis=0).transpose(0, 2, 1))
+        visible = np.concatenate([np.ones((end - begin, len(tokens)), bool), np.tri(end - begin, dtype=bool)], axis=1)
+        paid = softmax(z, visible)[:, :, np.flatnonzero(np.isin(tokens, scored))].max(axis=1)
+        largest[:, scored] = np.maximum(largest[:, scored], paid)
+        begin = end
+    return largest
+
+
+def ranked_everywhere(case: Case, scores: list[np.ndarray], fixed: np.ndarray) -> Selection:
+    """All layers and rows compete: scores [L][H,P]."""
+    candidates = np.setdiff1d(np.arange(case.trace.prompt), fixed)
+    n_rows = case.row_count
+    places = [(layer, row) for layer in range(len(scores)) for row in range(n_rows)]
+    count = len(places) * (case.budget - len(fixed))
+    kept, decision = ranked(places, only(np.concatenate(scores), candidates), count, fixed)
+    return case.selection([kept[at : at + n_rows] for at in range(0, len(kept), n_rows)], fixed, [decision])
+
+
+def kvzip(case: Case) -> Selection:
+    """What the model attends to when it repeats the prompt (arXiv 2505.23416)."""
+    trace = case.trace
+    sinks, _ = case.guarded(case.number("sinks"), 0)
+
+    def reads(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        repeated = np.arange(first, last)
+        return np.concatenate([np.arange(min(sinks, first)), repeated]), repeated
+
+    scores = [
+        aggregate(largest_of_passes(trace, layer, reads), case.heads, case.parameters["agg"], trace.kv_heads)
+        for layer in trace.treated
     ]
+    return ranked_everywhere(case, scores, case.fixed(case.number("sinks"), 0))
+
+
+def kvcompose(case: Case) -> Selection:
+    """The same attention with the mean of all heads added to each; layers compete with the means of their heads' i-th
+    best scores, so that all heads of a layer keep equally many tokens (arXiv 2509.05165)."""
+    trace = case.trace
+    every = np.arange(trace.prompt)
+    fixed = case.fixed(case.sinks, 0)
+    scores = [
+        composed(largest_of_passes(trace, layer, lambda *_: (every, every)), case.heads, case.parameters["agg"], trace)
+        for layer in trace.treated
+    ]
+    if case.parameters.get("allocate") == "ranked-global":
+        return ranked_everywhere(case, scores, fixed)
+    candidates = np.setdiff1d(every, fixed)
+    curves = composite_curves([of_layer[:, candidates] for of_layer in scores]).ravel()
+    ours = np.sort(rank(curves)[: len(scores) * (case.budget - len(fixed))])
+    width = len(candidates)
+    counts = np.bincount(ours // width, minlength=len(scores)).tolist() if width else [0] * len(scores)
+    decisions = []
+    if case.follow:
+        theirs = [[len(row) - len(fixed) for row in layer] for layer in case.follow.rows]
+        chosen = np.array([width * at + i for at, layer in enumerate(theirs) for i in range(layer[0])], int)
+        near = all(len(set(layer)) == 1 for layer in theirs)
+        near = near and sets_agree(ours, chosen, curves, curves[ours].min() if len(ours) else np.nan)
+        counts_found = [layer[0] for layer in theirs]
+        verdict = Verdict.EQUAL if near and counts_found == counts else Verdict.NEAR if near else Verdict.WRONG
+        decisions.append(found(f"tokens of layers {counts}, found {theirs}", verdict))
+        counts = counts_found
+    selection = best_beside(case, fixed, dict(zip(trace.treated, scores, strict=True)).__getitem__,
+                            [[count] * case.row_count for count in counts])  # fmt: skip
+    selection.decisions[:0] = decisions
+    return selection
+
+
+def composed(largest: np.ndarray, heads: str, agg: str, trace: Trace) -> np.ndarray:
+    """[H,P]: each row and the mean of all."""
+    scores = aggregate(largest, heads, agg, trace.kv_heads)
+    return scores + scores.mean(axis=0)
+
+
+def composite_curves(scores: list[np.ndarray]) -> np.ndarray:
+    """[L,n]: means over the heads [L][H,n] of the best scores, the second best and so on; of the first layer the
+    largest of all layers."""
+    curves = np.array([(-np.sort(-of_layer, axis=1)).mean(axis=0) for of_layer in scores])
+    curves[0] = curves.max(axis=0)
+    return curves
 
 
 POLICIES = {
@@ -513,5 +588,7 @@ POLICIES = {
     "lfu": lfu,
     "tri-attention": tri_attention,
     "laprox": laprox,
+    "kvzip": kvzip,
+    "kvcompose": kvcompose,
 }
 WITHOUT_BUDGET = {"dms": dms}

@@ -270,21 +270,74 @@ def test_norms_of_attention_columns() -> None:
     assert kept(trace, "snapkv:window=2,pool=none", "3") == [[[1, 3, 4]]]
 
 
+def repeating(queries: list, keys: list, passes: list[tuple[int, int, int]]) -> Trace:
+    """The prompt's keys [n] are logarithms of weights, and so are the keys of the passes; queries are 1 or 0."""
+    prompt = np.log([[4.0], [2], [1], [1]])
+    trace = one_head([[0.0]] * 4, prompt.tolist(), np.zeros((4, 1)))
+    trace.passes = passes
+    trace.layers[0].q_passes = np.array(queries, float)[None, :, None]
+    trace.layers[0].k_passes = np.log(np.array(keys, float))[None, :, None]
+    return trace
+
+
+def test_attention_of_passes() -> None:
+    # One pass of two tokens repeats tokens 1 and 2. Its first query gives every key the same, 1 of 3 with its own; the
+    # second weighs tokens 1 and 2 by 2 and 1, and the pass by 1 and 4: 2 of 8 and 1 of 8.
+    trace = repeating([0, 1], [1, 4], [(2, 1, 3)])
+    repeated = reference_2026.largest_of_passes(trace, 0, lambda first, end: (np.arange(first, end),) * 2)
+    np.testing.assert_allclose(repeated, [[0, 1 / 3, 1 / 3, 0]])
+    # all tokens take part: 1 of 5, and 4, 2, 1, 1 of 13
+    every = reference_2026.largest_of_passes(trace, 0, lambda *_: (np.arange(4),) * 2)
+    np.testing.assert_allclose(every, [[4 / 13, 1 / 5, 1 / 5, 1 / 5]])
+    # tokens 0, 1 and 2, of which 0 gets no score: 1 of 4, and 2 of 12
+    beside = reference_2026.largest_of_passes(trace, 0, lambda *_: (np.arange(3), np.array([1, 2])))
+    np.testing.assert_allclose(beside, [[0, 1 / 4, 1 / 4, 0]])
+
+
+def test_passes_do_not_see_each_other() -> None:
+    # The first pass has token 1 and a key of weight 1: 2 of 3. The second has tokens 1 and 2 and its own key, of weight
+    # 8: 2 of 11 and 1 of 11.
+    trace = repeating([1, 1], [1, 8], [(1, 1, 2), (2, 1, 3)])
+    found = reference_2026.largest_of_passes(trace, 0, lambda first, end: (np.arange(first, end),) * 2)
+    np.testing.assert_allclose(found, [[0, 2 / 3, 1 / 11, 0]])
+
+
+def test_sets_of_kvzip() -> None:
+    trace = repeating([0, 1], [1, 4], [(2, 1, 3)])
+    assert kept(trace, "kvzip:sinks=0", "1") == [[[1]]]  # equal scores: the first
+    assert kept(trace, "kvzip:sinks=1", "2") == [[[0, 1]]]
+    assert kept(trace, "kvzip:sinks=0", "3") == [[[0, 1, 2]]]  # nothing repeats 0 and 3
+
+
 def test_counts_of_kvcompose() -> None:
-    maxima = [np.array([[0.9, 0.1, 0.5]]), np.array([[0.8, 0.7, 0.6]])]
-    # curves 0.9, 0.7, 0.6 (the larger ones of the layers) and 0.8, 0.7, 0.6: of the equal ones the first layer's
-    rows = reference_2026.kvcompose(maxima, 1, 3)
-    assert [[row.tolist() for row in layer] for layer in rows] == [[[0, 2]], [[0]]]
-    rows = reference_2026.kvcompose(maxima, 1, 3, structured=False)
-    assert [[row.tolist() for row in layer] for layer in rows] == [[[0]], [[0, 1]]]
+    scores = [np.array([[0.9, 0.1, 0.5]]), np.array([[0.8, 0.7, 0.6]])]
+    # of the first layer the larger ones of the layers
+    np.testing.assert_allclose(reference_2026.composite_curves(scores), [[0.9, 0.7, 0.6], [0.8, 0.7, 0.6]])
+    # two heads, each in its own order
+    scores = [np.array([[0.2, 0.6, 0.1], [0.0, 0.1, 0.4]])]
+    np.testing.assert_allclose(reference_2026.composite_curves(scores), [[0.5, 0.15, 0.05]])
 
 
 def test_heads_of_kvcompose() -> None:
-    # two KV heads of two query heads, with means 0.6 0.2 0 and 0 0.1 0.4: the mean of both is added to each, which
-    # makes 0.9 0.35 0.2 and 0.3 0.25 0.6
-    maxima = [np.array([[0.8, 0.2, 0], [0.4, 0.2, 0], [0, 0.1, 0.4], [0, 0.1, 0.4]])]
-    assert [row.tolist() for row in reference_2026.kvcompose(maxima, 2, 2)[0]] == [[0, 1], [0, 2]]
-    assert [row.tolist() for row in reference_2026.kvcompose(maxima, 2, 1, structured=False)[0]] == [[0], [2]]
+    # two KV heads of two query heads, with means 0.6 0.2 0 and 0 0.1 0.4: the mean of both is added to each
+    largest = np.array([[0.8, 0.2, 0], [0.4, 0.2, 0], [0, 0.1, 0.4], [0, 0.1, 0.4]])
+    keys = np.zeros((2, 3, 1))
+    trace = Trace("heads", [Layer(np.zeros((4, 3, 1)), keys, keys, np.arange(3), 0, 0)], 3, 1.0, 0.0, 4)
+    expected = [[0.9, 0.35, 0.2], [0.3, 0.25, 0.6]]
+    np.testing.assert_allclose(reference_2026.composed(largest, "kv", "mean", trace), expected)
+
+
+def test_sets_of_kvcompose() -> None:
+    """The scores are 4/13, 1/5, 1/5 and 1/5; the mean of the only head doubles them. The second layer attends to all
+    tokens equally: 1 of 5 in its first pass token."""
+    trace = repeating([0, 1], [1, 4], [(2, 1, 3)])
+    assert kept(trace, "kvcompose", "2") == [[[0, 1]]]
+    other = repeating([0, 0], [1, 1], [(2, 1, 3)]).layers[0]
+    trace = Trace("layers", [other, trace.layers[0]], 4, 1.0, 0.0, 4, passes=trace.passes)
+    # curves: the larger of 1/5 and 4/13, and 1/5; in both layers. Of equal ones the first layer's are kept.
+    assert kept(trace, "kvcompose", "1") == [[[0]], [[0]]]
+    assert kept(trace, "kvcompose", "2") == [[[0, 1, 2]], [[0]]]
+    assert kept(trace, "kvcompose:allocate=ranked-global", "1") == [[[0]], [[0]]]
 
 
 # ----------------------------------------------------------------------------------------------------------- agreement

@@ -88,6 +88,7 @@ void add_needs(Texts& texts, const ConfiguredPolicy& policy, const Plan& plan) {
   if (reads_sparsely(plan)) add_once(texts, "each reading query");
   if (needs.rope) add_once(texts, "RoPE");
   if (needs.projection) add_once(texts, "W_o");
+  if (needs.reconstruction) add_once(texts, "passes that repeat the prompt");
   const Parameters parameters = policy.parameters();
   for (const Parameter& parameter : parameters.all())
     if (parameter.range.find("FILE.npy") != std::string::npos)
