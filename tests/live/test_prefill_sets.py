@@ -30,6 +30,7 @@ def captured(
     model: Path, dtype: str, generated: int, path: Path, prompt: tuple[str, str] = ("--prompt", PROMPT)
 ) -> Path:
     words = ["--model", str(model), *prompt, "--dtype", dtype, "--with-wo", "--progress", "never"]
+    words += ["--reconstruct", "chunks"]
     assert capture([*words, "--generate", str(generated), "-o", str(path)]) == 0
     return path
 

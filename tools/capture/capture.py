@@ -16,13 +16,14 @@ from kvreplay.capture.model_options import LATENT_QUERIES
 from kvreplay.capture.observe import LayerCall, Layers, observed
 from kvreplay.capture.probe import kv_sources, other_states, probe, refuse_gates
 from kvreplay.capture.prompts import Prompt, fit, render
+from kvreplay.capture.reconstruction import Kind, Passes, PassRecorder, boundary_of, passes_of, record
 from kvreplay.capture.recorded_pass import Reference, run_pass
 from kvreplay.capture.recorder import Recorder
 from kvreplay.capture.rope import Rope
-from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans
+from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans, template_frames
 from kvreplay.capture.verify import Deviation
 from kvreplay.errors import Error, Refusal
-from kvreplay.trace import PRODUCER, REAL_TYPES, TraceWriter, expected_bytes
+from kvreplay.trace import PRODUCER, REAL_TYPES, Span, TraceWriter, expected_bytes
 
 CHECKED_QUERIES = 64  # a layer, evenly spread, in every capture
 
@@ -41,6 +42,8 @@ class Choices:
     spans: tuple[SpanRequest, ...] = ()
     with_wo: bool = False
     with_hidden: bool = False
+    reconstruct: Kind | None = None  # passes that repeat the prompt; None: none
+    reconstruct_at: str = "prompt"  # the boundary that they follow
     store_dtype: str | None = None
     chunk: int | None = None  # tokens of a pass; None: all in one
     save_reference: bool = False
@@ -76,7 +79,13 @@ def sink_logits(call: LayerCall, query_heads: int) -> np.ndarray:
 
 
 def _tensors(
-    calls: Sequence[LayerCall], sources: Sequence[int], queries: int, tokens: int, store: str, choices: Choices
+    calls: Sequence[LayerCall],
+    sources: Sequence[int],
+    queries: int,
+    tokens: int,
+    passes: Passes | None,
+    store: str,
+    choices: Choices,
 ) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and types of all tensors of a trace."""
     found: list[tuple[tuple[int, ...], str]] = []
@@ -85,6 +94,9 @@ def _tensors(
         values = [call.v] if call.expansion is None else []  # of MLA they are components of the keys
         if sources[number] == number:
             found += [((x.shape[0], tokens, x.shape[2]), store) for x in (call.k, *values)]
+        if passes:
+            repeated = [call.q, call.k] if sources[number] == number else [call.q]
+            found += [((x.shape[0], passes.tokens, x.shape[2]), store) for x in repeated]
         found.append(((tokens,), "float32"))  # norms of the layer's input
         if choices.with_wo:
             found.append((tuple(call.output_projection().shape), store))
@@ -136,6 +148,22 @@ def _continuation(model: Any, tokenizer: Any, ids: list[int], prompt: Prompt, ch
         return forced + generate(model, ids + forced, choices.generate - len(forced), choices.chunk)
 
 
+def _passes(
+    tokenizer: Any, ids: Sequence[int], prompt_tokens: int, marked: str, spans: Sequence[Span], choices: Choices
+) -> Passes | None:
+    """The passes of --reconstruct. `marked` has a mark in place of each text of the prompt, so that the other text is
+    the chat template's."""
+    if choices.reconstruct is None:
+        return None
+    boundary = boundary_of(choices.reconstruct_at, prompt_tokens, spans)
+    frames = template_frames(marked)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    return passes_of(choices.reconstruct, ids, boundary, (frames[0], frames[-1]), encode)
+
+
 def capture(
     model: Any, tokenizer: Any, prompt: Prompt, path: Path, choices: Choices, progress: Callable[[int], Any]
 ) -> Captured:
@@ -158,7 +186,12 @@ def capture(
     text, offsets = decode_with_offsets(decode, ids)
     marked = render(tokenizer, prompt.marked(), choices.chat)
     spans = find_spans(prompt, marked, choices.spans, text, offsets, prompt_tokens)
-    calls, rope = probe(model, choices.name, ids[0], max(1, tokens - 1), choices.layers)
+    passes = _passes(tokenizer, ids, prompt_tokens, marked, spans, choices)
+    if passes:
+        _refuse_long_text(model, passes.longest)
+    calls, rope = probe(
+        model, choices.name, ids[0], max(1, max(tokens, passes.longest if passes else 0) - 1), choices.layers
+    )
     if choices.with_wo:
         refuse_gates(model, ids[0], calls, choices.name)
     if choices.with_hidden and (missing := [call.layer for call in calls if call.x is None]):
@@ -176,7 +209,7 @@ def capture(
     heads = np.array([[call.q.shape[0], call.k.shape[0]] for call in calls], np.int32)
     dims = np.array([[call.k.shape[2], call.v.shape[2]] for call in calls], np.int32)
     (query_heads, kv_heads), (width, value_width) = heads.max(0).tolist(), dims.max(0).tolist()
-    _refuse_full_disk(path, expected_bytes(_tensors(calls, sources, len(positions), tokens, store, choices)))
+    _refuse_full_disk(path, expected_bytes(_tensors(calls, sources, len(positions), tokens, passes, store, choices)))
 
     with TraceWriter(path, choices.force, choices.producer) as trace:
         trace.attributes("/", synthetic=int(choices.synthetic))
@@ -216,7 +249,10 @@ def capture(
         trace.dataset("/tokens/text", text)
         if spans:
             trace.dataset("/spans", spans)
-        bar = progress(len(calls) * -(-tokens // chunk))
+        if passes:
+            passes.write(trace)
+        lengths = [tokens, *(len(one.ids) for one in passes.passes)] if passes else [tokens]
+        bar = progress(len(calls) * sum(-(-length // chunk) for length in lengths))
         recorder = Recorder(
             trace=trace,
             numbers={call.layer: number for number, call in enumerate(calls)},
@@ -232,6 +268,9 @@ def capture(
         reference = Reference(prompt_tokens, tokens) if choices.save_reference else None
         try:
             run_pass(model, choices.name, ids, recorder, chunk, reference, choices.layers)
+            if passes:
+                of_passes = PassRecorder(recorder, passes, calls)
+                record(model, choices.name, ids, passes, chunk, of_passes, choices.layers)
         finally:
             bar.close()
         if reference:

@@ -153,6 +153,17 @@ def parser() -> Parser:
     )
     add("--with-wo", action="store_true", help="also store the output projection W_o of each layer")
     add("--with-hidden", action="store_true", help="also store the hidden states at the input of each layer")
+    add(
+        "--reconstruct",
+        choices=("chunks", "whole"),
+        help="also store queries and keys of passes that repeat the prompt, which the policies kvzip and kvcompose "
+        "read; chunks: an instruction and 2,000 tokens per pass (KVzip); whole: one pass, no instruction (KVCompose)",
+    )
+    add(
+        "--reconstruct-at",
+        metavar="prompt|N|span:NAME",
+        help="end of the tokens that are repeated, as --boundary of replay (default: prompt)",
+    )
     add("--store-dtype", choices=DTYPES, help="data type of the stored tensors (default: that of the computation)")
     add("--verify", action="store_true", help="check the attention output of all queries, not only of 64 per layer")
     add(
@@ -247,6 +258,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.with_wo and arguments.load:
         expected = "unquantised weights"
         raise Error("--with-wo", "cannot be combined with --load", expected, arguments.load, Refusal.USAGE)
+    if arguments.reconstruct_at and not arguments.reconstruct:
+        expected = "--reconstruct chunks or --reconstruct whole beside it"
+        raise Error("--reconstruct-at", "no passes", expected, arguments.reconstruct_at, Refusal.USAGE)
     model_choices = ModelChoices.of(arguments)
     model_choices.check()
 
@@ -309,7 +323,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     say_notes("capture", [f"loaded in {duration(time.monotonic() - begin)}"], hides_notes)
     choices = Choices(**members(Choices, arguments) | {
         "name": arguments.name or source.title, "continuation": continuation, "spans": spans,
-        "source_hash": source.hash(),
+        "source_hash": source.hash(), "reconstruct_at": arguments.reconstruct_at or "prompt",
     })  # fmt: skip
 
     for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True), start=1):

@@ -64,19 +64,22 @@ def run_pass(
     chunk: int,
     reference: Reference | None,
     layers: Layers = None,
-) -> None:
+    *,
+    cache: Any = None,
+    use_cache: bool = False,
+) -> Any:
     """All tokens through all layers, `chunk` at once with the model's own cache: `observer` is shown chosen layers.
+    They follow the tokens of `cache`; the value is the cache after them, which one pass has only with `use_cache`.
 
     The output head runs only where `reference` wants logits.
     """
     before = frequencies(decoder(model))
     name_of_cache = cache_name(decoder(model))
-    cache = None
     for begin in range(0, len(ids), chunk):
         end = min(begin + chunk, len(ids))
         inputs = {
             "input_ids": torch.tensor([ids[begin:end]], device=input_device(model)),
-            "use_cache": chunk < len(ids),
+            "use_cache": use_cache or chunk < len(ids),
         }
         if cache is not None:
             inputs[name_of_cache] = cache
@@ -94,3 +97,4 @@ def run_pass(
             raise refused(name, "RoPE whose frequencies changed in the pass", "those that the probe saw")
         if cache is None and end < len(ids):
             raise refused(name, "a model without a cache", "a cache, for --chunk")
+    return cache

@@ -68,13 +68,13 @@ class Recorder:
         if first < last:
             stored = self.query_positions[first:last] - call.begin
             q = call.q if len(stored) == call.q.shape[1] else call.q[:, torch.from_numpy(stored)]
-            self._write(f"{base}/q", first, to_numpy(q, self.store))
+            self.write(f"{base}/q", first, to_numpy(q, self.store))
         for name in self._stored(call):
-            self._write(f"{base}/{name}", call.begin, to_numpy(getattr(call, name), self.store))
+            self.write(f"{base}/{name}", call.begin, to_numpy(getattr(call, name), self.store))
         if call.input_norm is not None:
-            self._write(f"{base}/input_norm", call.begin, to_numpy(call.input_norm, np.dtype(np.float32)))
+            self.write(f"{base}/input_norm", call.begin, to_numpy(call.input_norm, np.dtype(np.float32)))
         if self.with_hidden:
-            self._write(f"{base}/x", call.begin, to_numpy(call.x, self.store))
+            self.write(f"{base}/x", call.begin, to_numpy(call.x, self.store))
         self.windows[number], self.chunks[number] = call.window, call.chunk
         if call.selected is not None and first < last:
             self._select(number, call, first, self.query_positions[first:last])
@@ -125,7 +125,7 @@ class Recorder:
             self.trace.dataset(f"{base}/visible", np.repeat(units[None], kv_heads, 0))
             self.selects = True
 
-    def _write(self, path: str, begin: int, tensor: np.ndarray) -> None:
+    def write(self, path: str, begin: int, tensor: np.ndarray) -> None:
         self._require_finite(path, tensor)
         self.trace.write_tokens(path, begin, tensor)
 

@@ -94,6 +94,11 @@ def _before(frame: str, piece: str, text: str, end: int) -> tuple[int, int] | No
     return matches[-1].span(1) if matches else None
 
 
+def template_frames(marked: str) -> list[str]:
+    """The texts before, between and behind the marks of a rendered `Prompt.marked()`: those of the chat template."""
+    return re.split("[\U000f0000-\U000ffffd]", marked)
+
+
 def piece_places(prompt: Prompt, marked: str, text: str, prompt_end: int) -> dict[str, tuple[int, int]]:
     """Where context and question are. `marked` is the prompt in its template with a mark in place of each piece, so
     that what stands between the marks is the template's, which short pieces may match too.
