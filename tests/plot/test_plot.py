@@ -27,11 +27,11 @@ import kvreplay
 from kvreplay import _engine as engine
 from kvreplay.compare.command import main as compare
 from kvreplay.errors import Error
+from kvreplay.pareto_front import on_front
 from kvreplay.plot import colours, heatmap, lines, needle, redundancy, similarity, style
 from kvreplay.plot.colours import looks_of
 from kvreplay.plot.command import FORMATS, KINDS, main, parser
 from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.pareto import on_front
 from kvreplay.report.content import Page
 from kvreplay.results import MOST_OPEN, Run, Selection, Span
 from kvreplay.run_names import split_policies
@@ -691,7 +691,7 @@ def test_figures_of_different_runs_have_equal_colours_in_their_files(run, wide, 
         found = set(re.findall(r"stroke: (#[0-9a-f]{6})", (tmp_path / "figure.svg").read_text()))
         return found & {colour.lower() for colour in colours.COLOURS} - {"#000000"}
 
-    for kind in ("curve", "layers", "pareto"):
+    for kind in ("curve", "layers", "tradeoff"):
         assert strokes(kind, run, "h2o") == {"#d55e00"}, kind
         assert strokes(kind, wide, "knorm,tova,h2o") == {"#d55e00", "#56b4e9"}, kind
 
@@ -793,7 +793,7 @@ def test_a_page_of_a_paper_has_its_width_and_no_title_but_says_the_caption(kind,
     assert [text.get_text() for text in page_of(kind, many, "paper", title="Mine")[0].texts] == ["Mine"]
 
 
-@pytest.mark.parametrize("kind", ["curve", "layers", "pareto"])
+@pytest.mark.parametrize("kind", ["curve", "layers", "tradeoff"])
 def test_means_state_the_number_of_traces_and_prompts(kind, many):
     assert "Means over n = 6 traces of 6 prompts" in page_of(kind, many, "paper")[1].notes[-1]
 
@@ -824,7 +824,7 @@ def panels_of(kind: str, folder: Path, **options: object) -> dict[str, set[str]]
     return panels
 
 
-@pytest.mark.parametrize("kind", ["curve", "layers", "pareto"])
+@pytest.mark.parametrize("kind", ["curve", "layers", "tradeoff"])
 def test_more_than_eight_policies_are_drawn_in_panels_of_their_families(kind, run, wide):
     controls = {"full", "oracle", "random"}
     assert panels_of(kind, run) == {"": {"snapkv", "h2o", "chunkkv"} | controls}
@@ -847,8 +847,8 @@ def test_more_than_eight_policies_of_one_panel_have_a_legend(tmp_path):
     assert not any(line.get_linestyle() == ":" and line.get_linewidth() < 1 for line in axes.lines)
 
 
-def test_pareto_shows_memory_and_the_points_that_no_other_beats(run, tmp_path):
-    data = drawn("pareto", run, tmp_path, "--metric", "attention_l1")
+def test_tradeoff_shows_memory_and_the_points_that_no_other_beats(run, tmp_path):
+    data = drawn("tradeoff", run, tmp_path, "--metric", "attention_l1")
     table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
     table = table[(table["layer"] == "all") & table["metric"].isin(["kv_bytes", "attention_l1"])]
     value = table.astype({"value": float}).set_index(["policy", "budget", "metric", "variant"])["value"]
@@ -860,7 +860,7 @@ def test_pareto_shows_memory_and_the_points_that_no_other_beats(run, tmp_path):
         beaten = (asked["kv_bytes"] <= memory) & (asked["mean"] <= error)
         assert row.on_front == (beaten.sum() == 1)
     assert not data[data["role"] == "control"]["on_front"].any()
-    recall = drawn("pareto", run, tmp_path)
+    recall = drawn("tradeoff", run, tmp_path)
     assert set(recall["metric"]) == {"attention_recall"}  # the run lacks the headline
     recall = recall[recall["role"] == "asked"]
     for row in recall.itertuples():
@@ -878,8 +878,31 @@ def test_the_default_metric_is_one_of_the_run(default, tmp_path):
     elif default == "attention_l1":
         table = table[table["metric"] != "attention_recall"]
     table.to_csv(folder / "results.csv", index=False)
-    for kind, *options in (["curve"], ["layers"], ["pareto"], ["compare", "--baseline", "h2o"]):
+    for kind, *options in (["curve"], ["layers"], ["tradeoff"], ["compare", "--baseline", "h2o"]):
         assert set(drawn(kind, folder, tmp_path, *options)["metric"]) == {default}
+
+
+def test_tradeoff_has_bits_per_number_of_the_full_cache(run, many, tmp_path):
+    for folder in (run, many):
+        data = drawn("tradeoff", folder, tmp_path)
+        table = Run(folder).overall
+        full = table[(table["label"] == "full") & (table["metric"] == "kv_bytes")].groupby("trace")["value"].first()
+        np.testing.assert_allclose(data["bits_per_number"], 16 * data["kv_bytes"] / full.mean(), rtol=1e-12)
+        figure, _ = page_of("tradeoff", folder, "screen")
+        [first] = figure.axes
+        [second] = first.child_axes
+        FigureCanvasAgg(figure).draw()
+        assert second.get_xlabel() == "bits per number (full cache: 16)"
+        scale = second.get_xlim()[1] / first.get_xlim()[1]
+        assert scale == pytest.approx(16 * 1024 / full.mean()), "the first axis is in KiB"
+        assert {tick.get_text() for tick in second.get_xticklabels()} >= {"2", "5"}
+
+
+def test_tradeoff_without_the_full_cache_has_one_axis(broken, tmp_path):
+    table = pd.read_csv(broken / "results.csv", dtype=str, keep_default_na=False)
+    table[table["policy"] != "full"].to_csv(broken / "results.csv", index=False)
+    assert drawn("tradeoff", broken, tmp_path)["bits_per_number"].isna().all()
+    assert not page_of("tradeoff", broken, "screen")[0].axes[0].child_axes
 
 
 def test_equal_points_are_both_on_the_front():
@@ -888,14 +911,14 @@ def test_equal_points_are_both_on_the_front():
     assert on_front(memory, cost, counts).tolist() == [True, True, True, False, False, False]
 
 
-def test_pareto_draws_a_budget_free_policy_as_points(tmp_path):
+def test_tradeoff_draws_a_budget_free_policy_as_points(tmp_path):
     folder = make_run(tmp_path / "run", [SNAPKV, Policy("kivi")])
     about = json.loads((folder / "run.json").read_text())
     cells = Run(folder).cells
     about["cells"] = [{"trace": row.trace, "cell": row.cell, "own_memory": row.policy == "kivi"}
                       for row in cells.itertuples()]  # fmt: skip
     (folder / "run.json").write_text(json.dumps(about))
-    figure, choice = page_of("pareto", folder, "screen")
+    figure, choice = page_of("tradeoff", folder, "screen")
 
     def drawn_lines(label: str) -> list[tuple[int, str]]:
         look = choice.looks[label]
@@ -910,7 +933,9 @@ def test_pareto_draws_a_budget_free_policy_as_points(tmp_path):
 def test_a_run_without_memory_has_no_pareto_front(broken, capsys):
     table = pd.read_csv(broken / "results.csv", dtype=str, keep_default_na=False)
     table[table["metric"] != "kv_bytes"].to_csv(broken / "results.csv", index=False)
-    assert "expected values of kv_bytes (replay --metrics kv_bytes), found none" in refused(capsys, 3, "pareto", broken)
+    assert "expected values of kv_bytes (replay --metrics kv_bytes), found none" in refused(
+        capsys, 3, "tradeoff", broken
+    )
 
 
 def test_a_metric_with_one_variant_needs_no_variant(run):
@@ -998,7 +1023,7 @@ def test_no_text_leaves_the_page_and_no_two_texts_overlap(kind, page, fixture, r
         canvas.draw()
         hidden = {
             tick.label1
-            for page in figure.axes
+            for page in (one for axes in figure.axes for one in (axes, *axes.child_axes))
             for axis in (page.xaxis, page.yaxis)
             for tick in axis.get_major_ticks()
             if not page.axison or tick not in axis._update_ticks()
@@ -1059,7 +1084,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["curve", "--metric", "atention_recall"], "unknown metric atention_recall: did you mean attention_recall?"),
         (["curve", "--metric", "span_recal"], "unknown metric span_recal: did you mean span_recall:code word.mean?"),
         (
-            ["pareto", "--metric", "kv_bytes"],
+            ["tradeoff", "--metric", "kv_bytes"],
             "--metric: no direction: expected a metric of which higher or lower",
         ),
         (["curve", "--style", "papers"], "plot: argument --style: invalid choice"),

@@ -42,8 +42,8 @@ KINDS = {
                        ("traces_asked",)),
     "budgets": Kind("kept tokens per layer", OF_SETS),
     "curve": Kind("a metric over the budget, one line per policy", (*OF_SETS, "metric_asked")),
-    "pareto": Kind("a metric over the memory of the cache, one line per policy, with the Pareto front",
-                   (*OF_SETS, "metric_asked")),
+    "tradeoff": Kind("a metric over the memory of the cache, one line per policy and store, with the Pareto "
+                     "front", (*OF_SETS, "metric_asked")),
     "layers": Kind("a metric by layer, one line per policy", (*OF_SETS, "metric_asked")),
     "needle": Kind("span recall of needles by prompt length and depth, over many traces", (*OF_SETS, "metric_asked")),
     "compare": Kind("paired differences between policies and a --baseline, over many traces",

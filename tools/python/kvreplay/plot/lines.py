@@ -1,4 +1,4 @@
-"""Figures of a metric with one line a policy: shared by `curve`, `layers` and `pareto`."""
+"""Figures of a metric with one line a policy: shared by `curve`, `layers` and `tradeoff`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ MOST_MARKERS = 8  # of a line
 MOST_NAMED = 8  # lines of a panel that are named at their ends
 WIDEST_NAME = 0.4  # of the page; a longer name is broken
 LEFT = 0.62  # inches
+BELOW = 0.45  # inches: ticks and label of an x axis
 
 
 def mean_over_traces(rows: pd.DataFrame, by: list[str], prompts: pd.Series | None = None) -> pd.DataFrame:
@@ -101,9 +102,9 @@ class LinePanels:
 
     def __init__(
         self, choice: Choice, names: dict[str, str], panel: tuple[float, float], title: str, subtitle: str,
-        caption: str,
+        caption: str, below: float = BELOW,
     ) -> None:  # fmt: skip
-        """`names` that are shown, by label; `panel`: inches of one panel."""
+        """`names` that are shown, by label; `panel`: inches of one panel; `below`: inches for x axes."""
         self.choice = choice
         self.groups = groups_of(choice, list(names))
         longest = WIDEST_NAME * (choice.page_width or PAGE)
@@ -122,8 +123,8 @@ class LinePanels:
         rows = [self.headings[i : i + columns] for i in range(0, len(self.headings), columns)]
         headings = [max(map(len, row)) * SMALL * LINE * POINT for row in rows]
         self.sheet = choice.sheet(
-            len(self.groups), (width, height), columns, left=left, right=right, above=0.12, below=0.45, gap=(gap, 0.42),
-            headings=headings, title=title, subtitle=subtitle, caption=caption,
+            len(self.groups), (width, height), columns, left=left, right=right, above=0.12, below=below,
+            gap=(gap, 0.42), headings=headings, title=title, subtitle=subtitle, caption=caption,
         )  # fmt: skip
         self.columns, self.height = columns, height
         self.ends: list[list[LineEnd]] = [[] for _ in self.groups]
@@ -131,6 +132,11 @@ class LinePanels:
     def __iter__(self) -> Iterator[tuple[Axes, list[str], list[LineEnd]]]:
         """Axes and labels of each panel, and the list that its lines' ends are to be appended to."""
         return zip(self.sheet.axes, self.groups.values(), self.ends, strict=True)
+
+    @property
+    def bottom_axes(self) -> list[Axes]:
+        """The lowest panel of each column."""
+        return self.sheet.axes[-self.columns :]
 
     def needs_legend(self, group: list[str]) -> bool:
         """Whether the lines of a panel are too many for names at their ends."""
@@ -151,7 +157,7 @@ class LinePanels:
             set_x_axis(axis)
             if i % self.columns == 0:
                 axis.set_ylabel("\n".join(self.y_label))
-            axis.set_xlabel(x_label if i + self.columns >= len(self.groups) else "")
+            axis.set_xlabel(x_label if axis in self.bottom_axes else "")
             if self.headings:
                 axis.annotate(
                     "\n".join(self.headings[i]), (0, 1), (0, 4), "axes fraction", "offset points", weight="bold"

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import rc_context, rcParamsDefault
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
@@ -92,12 +93,16 @@ def logarithmic_axis(axes: Axes, which: str = "y") -> None:
     axis = axes.yaxis if which == "y" else axes.xaxis
     low, high = axis.get_view_interval()
     width, height = axes.get_position().size * axes.figure.get_size_inches()
-    most = height / 0.25 if which == "y" else width / 0.4
-    digits = next((one for one in ((1, 2, 5), (1, 3)) if len(one) * np.log10(high / low) <= most), (1,))
+    logarithmic_ticks(axis, high / low, height / 0.25 if which == "y" else width / 0.4)
+    axes.set(**{f"{which}lim": (low, high)})
+
+
+def logarithmic_ticks(axis: Axis, span: float, most: float) -> None:
+    """At most `most` ticks with plain numbers at round values. `span`: the end of the axis over its beginning."""
+    digits = next((one for one in ((1, 2, 5), (1, 3)) if len(one) * np.log10(span) <= most), (1,))
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
     axis.set_minor_locator(NullLocator())
-    axes.set(**{f"{which}lim": (low, high)})
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Which policy has the least error for its memory? A metric over the bytes of the cache, a point a cell."""
+"""Which method has the least error for its memory? A metric over the bytes of the cache, a point a cell."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvreplay.errors import Error, Refusal
+from kvreplay.pareto_front import on_front
 from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import (
+    BELOW,
     LinePanels,
     draw_mean,
     interval_words,
@@ -17,12 +19,13 @@ from kvreplay.plot.lines import (
     prompts_of_rows,
     rows_to_draw,
 )
-from kvreplay.plot.style import Drawing, logarithmic_axis
+from kvreplay.plot.style import Drawing, logarithmic_axis, logarithmic_ticks
 
 PANEL = (2.9, 2.4)  # inches
 MEMORY = "kv_bytes"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 FRONT = "#c4c4c4"
+FULL_BITS = 16  # bits per number of the full cache on the second axis
 
 
 def draw(choice: Choice) -> Drawing:
@@ -36,12 +39,15 @@ def draw(choice: Choice) -> Drawing:
     points = points_of(choice, rows, prompts, better == "lower")
     unit = next(name for name, size in UNITS.items() if points[MEMORY].max() >= size or size == 1)
     points["memory"] = points[MEMORY] / UNITS[unit]
+    full = full_bytes(choice)
+    points.insert(points.columns.get_loc(MEMORY) + 1, "bits_per_number", FULL_BITS * points[MEMORY] / full)
     labels = [label for label in choice.labels(controls=True) if label in set(points["policy"])]
     names, logarithmic, below = never_zero(choice, points, labels)
     panels = LinePanels(
         choice, {label: label for label in names}, PANEL, title=f"{choice.metric_words} by memory",
         subtitle="a point for each budget; circles and grey steps: Pareto front, controls excluded; controls in grey",
         caption=choice.caption(below, interval_words(points["traces"], prompts)),
+        below=BELOW if np.isnan(full) else 2 * BELOW,
     )  # fmt: skip
     drawn = points[points["policy"].isin(names)]
     front = drawn[drawn["on_front"]]
@@ -61,7 +67,26 @@ def draw(choice: Choice) -> Drawing:
         logarithmic_axis(axis, "x")
 
     panels.finish(f"memory of kept keys and values ({unit})", set_x_axis, logarithmic)
+    for axis in () if np.isnan(full) else panels.bottom_axes:
+        add_bits_axis(axis, FULL_BITS * UNITS[unit] / full)
     return Drawing(panels.sheet.figure, points.drop(columns="memory"))
+
+
+def full_bytes(choice: Choice) -> float:
+    """Mean memory of the full cache over the chosen traces; NaN if the run lacks `full` on one of them."""
+    rows = choice.rows(MEMORY)
+    full = rows[(rows["policy"] == "full") & (rows["params"] == "") & (rows["variant"] == "")]
+    return full.groupby("trace")["value"].first().reindex(choice.traces).mean(skipna=False)
+
+
+def add_bits_axis(axis: Axes, bits: float) -> None:
+    """A second x axis, below the first one: a unit of memory is `bits` for each number of the full cache."""
+    width, height = axis.get_position().size * axis.figure.get_size_inches()
+    functions = (lambda memory: memory * bits, lambda number: number / bits)
+    second = axis.secondary_xaxis(-BELOW / height, functions=functions)
+    second.set_xlabel(f"bits per number (full cache: {FULL_BITS})")
+    low, high = axis.get_xlim()
+    logarithmic_ticks(second.xaxis, high / low, width / 0.4)
 
 
 def rows_with_memory(choice: Choice) -> pd.DataFrame:
@@ -90,15 +115,3 @@ def points_of(choice: Choice, rows: pd.DataFrame, prompts: pd.Series, less_is_be
     found.insert(2, "metric", choice.metric_name)
     found["on_front"] = on_front(found[MEMORY], found["mean"] * (1 if less_is_better else -1), found["role"] == "asked")
     return found.rename(columns={"label": "policy"}).sort_values([MEMORY, "policy"], kind="stable")
-
-
-def on_front(memory: pd.Series, cost: pd.Series, counts: pd.Series) -> pd.Series:
-    """Whether no other point that counts has at most as much memory and at most as much cost, and less of one."""
-    front = pd.Series(False, index=memory.index)
-    least = np.inf
-    points = pd.DataFrame({"memory": memory, "cost": cost})[counts]
-    for _, equal in points.groupby(["memory", "cost"]):  # in ascending order
-        value = equal["cost"].iloc[0]
-        front[equal.index] = value < least
-        least = min(least, value)
-    return front
