@@ -19,6 +19,7 @@ from PIL import Image
 from run_pages import cell_of, kept_by, opened, write_report
 
 from kvreplay.compare.comparison import Comparison
+from kvreplay.plot.command import main as plot
 from kvreplay.results import Run
 
 SHADES = 16
@@ -252,6 +253,30 @@ def test_a_curve_has_units_and_says_whom_no_budget_binds(page, real, look):
         assert sorted(dashed) == ["full", "kivi", "sca"]
     choose(window, layer_metric="kept")
     assert window.locator("#layer-chart .free").count() == 0
+
+
+def test_the_pareto_front_of_memory_is_that_of_plot_tradeoff(page, real, look, tmp_path):
+    """Rings of the page, and the points of the figure that are on the front, by policy and bytes."""
+    window = look(page)
+    for title, metric in (("recall", "attention_recall"), ("out.err", "output_error:pooled")):
+        choose(window, tradeoff_metric=title)
+        data = tmp_path / "points.csv"
+        words = ["tradeoff", str(real[0]), "--metric", metric, "-o", str(tmp_path / "a.svg"), "--data", str(data)]
+        assert plot([*words, "-q"]) == 0
+        points = pd.read_csv(data)
+        wanted = points[points["on_front"]]["policy"].value_counts()
+        for label in window.evaluate("page.policies.map((policy) => policy.label)"):
+            series = f"#tradeoff-chart g.series[data-label='{label}']"
+            assert window.locator(f"{series} path.ring").count() == wanted.get(label, 0), (title, label)
+        said = window.eval_on_selector_all("#tradeoff-chart .series title", "all => all.map((one) => one.textContent)")
+        size = points[(points["policy"] == "h2o-online") & (points["budget"].astype(str) == "0.1")]["kv_bytes"].item()
+        assert any(one.startswith(f"h2o-online: {size / 2**20:.3g} MiB, budget 0.1, ") for one in said), said
+        corners = len(window.get_attribute("#tradeoff-chart .front", "points").split(" "))
+        assert corners == 2 * len(points[points["on_front"]]) - 1
+    names = window.eval_on_selector_all(
+        "#tradeoff-chart svg[role] text[text-anchor=middle]", "all => all.map((one) => one.textContent)"
+    )
+    assert "bits per number (full cache: 16)" in names
 
 
 def test_every_control_is_reached_by_keyboard_and_arrows_walk_the_text(page, look):

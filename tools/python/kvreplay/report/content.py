@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import colormaps
 
 from kvreplay import __version__
 from kvreplay.compare.comparison import Comparison
 from kvreplay.errors import Error, Refusal
 from kvreplay.families import families
+from kvreplay.pareto_front import on_front
 from kvreplay.plot.colours import on_dark
 from kvreplay.plot.figure_options import VARIANTS, Choice
 from kvreplay.plot.jaccard_scale import chance, scale_end
@@ -271,6 +273,8 @@ class Page:
         found["written"] = next((written[cell] for cell in full if cell in written), None)
         lines = {row["cell"]: self._line(row, facts) for _, row in cells.iterrows()}
         columns = table.columns_of(list(lines.values()))
+        fronts = pareto_columns(columns, lines, self.run.better)
+        found["full_bytes"] = next((self.whole[facts.name, cell].get(table.MEMORY) for cell in full), None)
         found["columns"] = [table.COLUMNS.index(column) for column in columns]
         found["skill"] = table.skill_line(columns)
         for place, budget in enumerate(self.choice.budgets):
@@ -280,6 +284,8 @@ class Page:
                 of_budget = self._budget(facts, columns, rows, [lines[row["cell"]] for row in rows], place)
                 for cell, row in zip(of_budget["cells"], rows, strict=True):
                     cell["written"] = written.get(row["cell"])
+                    cell["bytes"] = lines[row["cell"]].values.get(table.MEMORY)
+                    cell["front"] = fronts[row["cell"]]
                 found["budgets"].append({"budget": budget, "failed": self._failed(facts.name, budget)} | of_budget)
         return found
 
@@ -383,6 +389,22 @@ def has_choice(selection: Selection) -> bool:
     """Whether some unprotected token was kept and some was evicted: else there is no choice to compare."""
     kept, free = selection.mask(), selection.unprotected()
     return bool((kept & free).any() and (~kept & free).any())
+
+
+def pareto_columns(
+    columns: Sequence[table.Column], lines: dict[str, table.Line], better: dict[str, str]
+) -> dict[str, list[int]]:
+    """By cell the numbers of the columns in which it is on the Pareto front of memory; controls are excluded."""
+    found: dict[str, list[int]] = {cell: [] for cell in lines}
+    memory = {cell: line.values.get(table.MEMORY) for cell, line in lines.items() if line.role != "control"}
+    for column in columns:
+        costs = {cell: lines[cell].values.get(column.metric) for cell in memory}
+        points = pd.DataFrame({"memory": memory, "cost": costs}, dtype=float).dropna()
+        if direction := column.best(better):
+            front = on_front(points["memory"], -direction * points["cost"], points["cost"].notna())
+            for cell in front.index[front]:
+                found[cell].append(table.COLUMNS.index(column))
+    return found
 
 
 def shown_lines(compared: Comparison, metrics: set[str], verdicts: bool) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,19 @@ function ticks(low, high, most) {
   return found;
 }
 
+/** Round numbers that span [low, high] of a logarithmic axis, at most `most` where it has a power of ten. */
+function logarithmicTicks(low, high, most) {
+  const spanned = (digits) => {
+    const found = [];
+    for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) {
+      found.push(...digits.map((digit) => Number((digit * 10 ** power).toPrecision(12))));
+    }
+    return found.filter((one) => one >= low * 0.999 && one <= high * 1.001);
+  };
+  const some = [[1, 2, 3, 4, 6, 8], [1, 2, 5], [1, 3]].map(spanned);
+  return some.find((one) => one.length <= most) ?? spanned([1]);
+}
+
 /** The unit in which the largest value is at least one, and how many of it make one. */
 function unitFor(units, values) {
   const most = Math.max(...values);
@@ -40,9 +53,9 @@ function unitFor(units, values) {
 }
 
 /** The scales of a drawing: its size, and functions from values to pixels. */
-function scalesOf(box, series, drawn, logarithmic) {
+function scalesOf(box, series, drawn, { logarithmic, second }) {
   const width = Math.max(260, Math.min(box.clientWidth, 1100)), height = Math.min(360, Math.max(230, width * 0.45));
-  const [left, right, top, bottom] = [54, 14, 10, 42];
+  const [left, right, top, bottom] = [54, 14, 10, second ? 84 : 42];
   const scale = logarithmic ? Math.log : (x) => x;
   const xs = series.flatMap((one) => one.points.map(({ x }) => scale(x)));
   const ys = (drawn.length ? drawn : series).flatMap((one) => one.points.map(({ y }) => y));
@@ -57,31 +70,46 @@ function scalesOf(box, series, drawn, logarithmic) {
     y: (value) => height - bottom - ((value - least) / (most - least)) * (height - top - bottom) };
 }
 
-function drawAxes(drawing, scales, marks, name) {
+/** `marks`: [[x, words]]; `second`: {ticks, x: name} of an axis below the first one, or nothing. */
+function drawAxes(drawing, scales, marks, name, second) {
   const { width, height, left, right, bottom, x, y } = scales;
   for (const tick of ticks(scales.least, scales.most, 5)) {
     drawing.append(make("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
       make("text", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, String(tick)));
   }
-  for (const [at, words] of marks) {
-    drawing.append(make("line", { class: "tick", x1: x(at), x2: x(at), y1: height - bottom, y2: height - bottom + 4 }),
-      make("text", { x: x(at), y: height - bottom + 17, "text-anchor": "middle" }, words));
-  }
-  drawing.append(make("line", { class: "tick", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }),
-    make("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, name));
+  drawing.append(make("line", { class: "tick", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }));
+  const drawMarks = (from, some, title) => {
+    for (const [at, words] of some) {
+      drawing.append(make("line", { class: "tick", x1: x(at), x2: x(at), y1: from, y2: from + 4 }),
+        make("text", { x: x(at), y: from + 17, "text-anchor": "middle" }, words));
+    }
+    drawing.append(make("text", { x: (left + width - right) / 2, y: from + 36, "text-anchor": "middle" }, title));
+  };
+  drawMarks(height - bottom, marks, name);
+  if (second) drawMarks(height - bottom + 42, second.ticks, second.x);
+}
+
+/** The steps of the Pareto front, from the least memory on. */
+function frontOf(series, scales) {
+  const corners = series.flatMap((one) => one.points.filter(({ isOnFront }) => isOnFront)).sort((a, b) => a.x - b.x)
+    .map(({ x, y }) => [scales.x(x), scales.y(y)]);
+  const steps = corners.flatMap(([x, y], i) => (i ? [[x, corners[i - 1][1]], [x, y]] : [[x, y]]));
+  return make("polyline", { class: "front", points: steps.join(" ") });
 }
 
 /** One policy's line and markers; a click on them selects the policy. */
-function seriesOf({ label, points, dashes }, scales, axis) {
+function seriesOf({ label, points, dashes, free }, scales, axis) {
   const look = policyOf.get(label);
-  const corners = !axis.scatter && points.length > 1
+  const corners = !axis.scatter && !(axis.front && free) && points.length > 1
     ? points.map(({ x, y }) => `${scales.x(x)},${scales.y(y)}`).join(" ") : "";
   const group = make("g", { class: "series", ...coloursOf(look), "data-label": label,
     onclick: (event) => selectPolicy(label, event.shiftKey) },
     corners && make("polyline", { points: corners, "stroke-dasharray": dashes }));
-  for (const { x, y, words } of points) {
-    const placed = `translate(${scales.x(x)} ${scales.y(y)}) scale(${points.length > 8 ? 2 : 4})`;
-    group.append(make("path", { d: SHAPES[look.marker], transform: placed }, make("title", {}, `${label}: ${words}`)));
+  for (const { x, y, words, isOnFront } of points) {
+    const place = `translate(${scales.x(x)} ${scales.y(y)})`, size = points.length > 8 ? 2 : 4;
+    if (isOnFront) group.append(make("path", { class: "ring", d: SHAPES.o, transform: `${place} scale(7)` }));
+    group.append(make("path", { d: SHAPES[look.marker], transform: `${place} scale(${size})` },
+      make("title", {}, `${label}: ${words}`)));
   }
   return group;
 }
@@ -120,8 +148,9 @@ function legendOf(series, drawing, refocus) {
 }
 
 /**
- * series: {label, free: whether it ignores the budget, points: [{x, y, text: of y, or nothing}]};
- * axis: {x, y: labels, units: of y, ticks: [[x, name]] or null, name: of an x, logarithmic, scatter}.
+ * series: {label, free: whether it ignores the budget, points: [{x, y, text: of y, or nothing, isOnFront}]};
+ * axis: {x, y: labels, units: of y, ticks: [[x, name]] or null, name: of an x, logarithmic, scatter, front: whether the
+ * Pareto front is drawn, second: an x axis below}.
  */
 function drawLines(box, series, axis) {
   box.replaceChildren();
@@ -137,14 +166,15 @@ function drawLines(box, series, axis) {
   const [count, unit] = unitFor(axis.units, series.flatMap((one) => one.points.map(({ y }) => y)));
   series = series.map((one) => ({ ...one,
     dashes: one.free ? "9 3 2 3" : dashesOf(policyOf.get(one.label)),
-    points: one.points.map(({ x, y, text }) => ({ x, y: y * count,
+    points: one.points.map(({ x, y, text, isOnFront }) => ({ x, y: y * count, isOnFront,
       words: `${axis.name(x)}, ${text ?? `${brief(y * count)} ${unit}`.trim()}` })) }));
   const drawn = series.filter((one) => !hidden.has(one.label));
-  const scales = scalesOf(box, series, drawn, axis.logarithmic);
+  const scales = scalesOf(box, series, drawn, axis);
   const drawing = make("svg", { viewBox: `0 0 ${scales.width} ${scales.height}`, role: "img",
     "aria-label": `${axis.y} over ${axis.x}, ${axis.scatter ? "points" : "one line"} per policy` });
   const rounds = ticks(...scales.ends, 7).filter((one) => axis.scatter || Number.isInteger(one));
-  drawAxes(drawing, scales, axis.ticks ?? rounds.map((one) => [one, String(one)]), axis.x);
+  drawAxes(drawing, scales, axis.ticks ?? rounds.map((one) => [one, String(one)]), axis.x, axis.second);
+  if (axis.front) drawing.append(frontOf(series, scales));
   for (const one of [...drawn].reverse()) drawing.append(seriesOf(one, scales, axis));
   const legend = legendOf(series, drawing, (name) =>
     [...box.querySelectorAll("button")].find((button) => button.dataset.name === name).focus());
@@ -177,6 +207,28 @@ function drawCurve(box, trace, column) {
     units: page.columns[column].units,
     ticks: [...names], name: (tokens) => `budget ${names.get(tokens)}`,
     logarithmic: Math.max(...sizes) >= 4 * Math.min(...sizes), nothing: "No cell has this metric.",
+  });
+}
+
+/** A metric over the memory of kept keys and values, with the Pareto front over all budgets of a trace. */
+function drawTradeoff(box, trace, column) {
+  const at = trace.columns.indexOf(column), { meaning, units } = page.columns[column];
+  const series = page.policies.map(({ label }) => {
+    const cells = cellsOf(trace, label).filter(([, { bytes }]) => bytes !== null);
+    const points = cells.map(([{ budget }, { bytes, values, front }]) => ({ x: bytes, y: values[at][0],
+      text: `budget ${budget}, ${values[at][1]}`, isOnFront: front.includes(column) })).sort((a, b) => a.x - b.x);
+    // A policy that ignores the budget has one point.
+    return { label, free: cells.some(([, cell]) => cell.own_memory),
+      points: points.filter(({ x, y }, i) => x !== points[i - 1]?.x || y !== points[i - 1]?.y) };
+  });
+  const sizes = series.flatMap(({ points }) => points.map(({ x }) => x));
+  const [low, high] = [Math.min(...sizes), Math.max(...sizes)], bits = 16 / trace.full_bytes;
+  const [count, unit] = unitFor(page.columns.find(({ name }) => name === "kv_bytes").units, sizes);
+  const marks = (factor) => logarithmicTicks(low * factor, high * factor, 7).map((one) => [one / factor, String(one)]);
+  drawLines(box, series, {
+    x: `memory of kept keys and values (${unit})`, y: meaning, units, ticks: marks(count), logarithmic: true, front: true,
+    name: (bytes) => `${brief(bytes * count)} ${unit}`, nothing: "No cell has this metric.",
+    second: trace.full_bytes && { ticks: marks(bits), x: "bits per number (full cache: 16)" },
   });
 }
 

@@ -23,6 +23,8 @@ async function chooseTrace() {
   const cells = trace.budgets.flatMap((budget) => budget.cells);
   const byLayer = columns.filter((i) => cells.some((cell) => cell.by_layer[i]) && i !== 0);
   fillMetric("curve-metric", metricOptions(columns));
+  fillMetric("tradeoff-metric", metricOptions(columns.filter((i) => page.columns[i].best)));
+  $("tradeoff").hidden = !cells.some((cell) => cell.front.length);
   fillMetric("layer-metric", [["kept", "kept: tokens kept"], ...metricOptions(byLayer)]);
   const isLive = (i) => page.columns[i].title.startsWith("live.");
   fillMetric("offline-metric", metricOptions(columns.filter((i) => !isLive(i))));
@@ -43,7 +45,7 @@ function fillMetric(id, options) {
 /** Leaves nothing of another trace on the page. */
 function clear() {
   for (const id of ["headline", "budget-line", "own-memory", "skill", "first", "second", "head", "shade", "legend",
-    "difference", "panes", "token", "written", "curve-chart", "layer-chart", "live-chart", "map-chart", "scale",
+    "difference", "panes", "token", "written", "curve-chart", "tradeoff-chart", "layer-chart", "live-chart", "map-chart", "scale",
     "heatmaps", "unlike", "jumps", "means", "tokens", "found"]) $(id).replaceChildren();
 }
 
@@ -138,6 +140,7 @@ function markSelected() {
 function drawCharts() {
   if (!shown.budget) return;
   drawCurve($("curve-chart"), shown.trace, columnOf("curve-metric"));
+  if (!$("tradeoff").hidden) drawTradeoff($("tradeoff-chart"), shown.trace, columnOf("tradeoff-metric"));
   drawLayers($("layer-chart"), shown.trace, shown.budget, columnOf("layer-metric"));
   if (!$("live").hidden) drawLive($("live-chart"), shown.trace, columnOf("offline-metric"), columnOf("live-metric"));
 }
@@ -161,7 +164,7 @@ function listen() {
   on(["budget"], "change", chooseBudget);
   on(["first", "second", "layer", "head", "shade", "tokens"], "change", drawSelection);
   on(["find"], "input", drawSelection);
-  on(["curve-metric", "layer-metric", "offline-metric", "live-metric"], "change", drawCharts);
+  on(["curve-metric", "tradeoff-metric", "layer-metric", "offline-metric", "live-metric"], "change", drawCharts);
   on(["policies"], "input", drawAll);
   on(["mean-metric"], "change", () => shown.budget && drawTraces(shown.budget));
   on(["variant"], "change", () => shown.budget && drawHeatmaps(shown.trace, shown.budget, $("variant").value));
