@@ -161,29 +161,33 @@ def cap_kv(case: Case) -> Selection:
     sinks, _ = case.guarded(own, 0)
 
     def scores(layer: int) -> np.ndarray:
-        by_head = capacity(case, layer, sinks)
-        return aggregate(by_head, "kv", "mean", case.trace.kv_heads)
+        return aggregate(capacity(case, layer, sinks), "kv", "mean", case.trace.kv_heads)
 
     return best_beside(case, case.fixed(own, 0), scores)
 
 
 def capacity(case: Case, layer: int, sinks: int) -> np.ndarray:
     """[Hq,P], 0 for the sinks."""
+    keys, values = (of_prompt(case.trace, layer)[:, sinks:] for of_prompt in (prompt_keys, prompt_values))
+    return np.pad(capacity_of(case, layer, keys, values, case.trace.prompt), ((0, 0), (sinks, 0)))
+
+
+def capacity_of(case: Case, layer: int, keys: np.ndarray, values: np.ndarray, seen: int) -> np.ndarray:
+    """[Hq,n] of keys and values [H,n,d], when the queries [0,seen) have come."""
     trace, tau, epsilon = case.trace, float(case.parameters["tau"]), float(case.parameters["epsilon"])
-    asked = np.arange(case.number("sinks"), trace.prompt)
-    result = np.zeros((trace.query_heads, trace.prompt))
-    if len(asked) == 0 or sinks >= trace.prompt:
+    asked = np.arange(case.number("sinks"), seen)
+    result = np.zeros((trace.query_heads, keys.shape[1]))
+    if len(asked) == 0 or result.size == 0:
         return result
     queries = unrotated(trace, layer, rows_of(trace, layer, asked), asked).mean(axis=1)
-    ahead = mean_rotation(trace, layer, trace.prompt, case.number("future"))
+    ahead = mean_rotation(trace, layer, seen, case.number("future"))
     for head, query in enumerate(queries @ ahead.T):
-        group = head * trace.kv_heads // trace.query_heads
-        keys, values = (part(trace, layer)[group, sinks:] for part in (prompt_keys, prompt_values))
-        lengths = np.maximum(np.linalg.norm(keys, axis=1), 1e-12) * max(np.linalg.norm(query), 1e-12)
-        towards = tau * (keys @ query / lengths).clip(-1, 1)
+        row = head * len(keys) // trace.query_heads
+        lengths = np.maximum(np.linalg.norm(keys[row], axis=1), 1e-12) * max(np.linalg.norm(query), 1e-12)
+        towards = tau * (keys[row] @ query / lengths).clip(-1, 1)
         weights = np.exp(towards - towards.max())
-        gram = np.eye(trace.dimension) + (values * (weights + epsilon)[:, None]).T @ values
-        result[head, sinks:] = weights * (values * np.linalg.solve(gram, values.T).T).sum(axis=1)
+        gram = np.eye(trace.dimension) + (values[row] * (weights + epsilon)[:, None]).T @ values[row]
+        result[head] = weights * (values[row] * np.linalg.solve(gram, values[row].T).T).sum(axis=1)
     return result
 
 
@@ -295,9 +299,13 @@ def gumbel_attention(trace: Trace, layer: int, tau: float, seed: int) -> np.ndar
     """[Hq,P]: sums over the prompt's queries."""
     z, visible = logits(trace, layer, np.arange(trace.prompt))
     head, t, j = np.indices((trace.query_heads, trace.prompt, trace.prompt))
-    noise = -np.log(-np.log(uniform_number(seed, layer, head, t, j)))
     prompt = slice(0, trace.prompt)
-    return softmax((z[..., prompt] + noise) / tau, visible[:, prompt]).sum(axis=1)
+    return softmax((z[..., prompt] + gumbel(seed, layer, head, t, j)) / tau, visible[:, prompt]).sum(axis=1)
+
+
+def gumbel(*numbers: object) -> np.ndarray:
+    """Noise of query t of a query head at token j: seed, layer, head, t, j."""
+    return -np.log(-np.log(uniform_number(*numbers)))
 
 
 # ----------------------------------------------------------------------------------------------------------------- dms
@@ -433,16 +441,24 @@ def pairs(trace: Trace, layer: int, vectors: np.ndarray) -> np.ndarray:
 
 
 def trigonometric(trace: Trace, layer: int) -> np.ndarray:
-    """[Hq,P], over the offsets on average: by the mean of the un-rotated queries, and by how much longer than it they
-    are."""
-    of_layer, position = trace.layers[layer], np.arange(trace.prompt)
-    queries = pairs(trace, layer, unrotated(trace, layer, rows_of(trace, layer, position), position))
-    keys = pairs(trace, layer, unrotated(trace, layer, prompt_keys(trace, layer), position))
-    keys = np.repeat(keys, trace.query_heads // trace.kv_heads, axis=0)
+    """[Hq,P] of the prompt's keys."""
+    keys = prompt_keys(trace, layer)
+    return trigonometric_of(trace, layer, keys, np.tile(np.arange(trace.prompt), (len(keys), 1)), trace.prompt)
+
+
+def trigonometric_of(trace: Trace, layer: int, keys: np.ndarray, positions: np.ndarray, seen: int) -> np.ndarray:
+    """[Hq,n] of keys [H,n,d] at these positions [H,n], when the queries [0,seen) have come; mean over the offsets:
+    by the mean of the un-rotated queries, and by how much longer than it they are."""
+    of_layer, asked = trace.layers[layer], np.arange(seen)
+    queries = pairs(trace, layer, unrotated(trace, layer, rows_of(trace, layer, asked), asked))
+    plain = np.array([unrotated(trace, layer, *row) for row in zip(keys, positions, strict=True)])
+    copies = trace.query_heads // len(keys)
+    keys = np.repeat(pairs(trace, layer, plain), copies, axis=0)
+    positions = np.repeat(positions, copies, axis=0)
     mean, modulus = queries.mean(axis=1)[:, None], np.abs(queries).mean(axis=1)[:, None]
     phase = np.angle(mean * keys.conj())
-    apart = trace.prompt - position[:, None] + OFFSETS  # [P,17]
-    turned = np.cos(apart[None, :, :, None] * of_layer.inv_freq + phase[:, :, None]).mean(axis=2)
+    apart = seen - positions[..., None] + OFFSETS  # [Hq,n,17]
+    turned = np.cos(apart[..., None] * of_layer.inv_freq + phase[:, :, None]).mean(axis=2)
     by_pair = np.abs(mean) * np.abs(keys) * turned + (modulus - np.abs(mean)) * np.abs(keys)
     return of_layer.attention_scaling**2 * by_pair.sum(axis=-1)
 

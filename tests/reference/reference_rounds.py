@@ -10,12 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from operator import itemgetter
 
 import numpy as np
 from reference import aggregate, budget_tokens, capped, logits, norms, pool, rows_of, softmax
+from reference_2026 import (
+    by_group,
+    capacity_of,
+    crushed,
+    gumbel,
+    redundancy,
+    signature_distances,
+    trigonometric_of,
+)
 from reference_attention import expected_of_keys, sinks_first
-from reference_geometry import leverages, main_directions, ranks_in_partitions, shares_of_blocks, unlike_the_mean
+from reference_geometry import (
+    leverages,
+    main_directions,
+    ranks_in_partitions,
+    shares_of_blocks,
+    uniform_number,
+    unlike_the_mean,
+)
 from reference_newer import change_of_output
 from reference_once import chunk_selections, hash_order, spread
 from reference_schedules import Residents, compressions, scheduled, threshold_sizes
@@ -37,6 +54,7 @@ class Round:
     received: np.ndarray
     sinks: int
     recent: int
+    added: int  # tokens since the round before
 
     @property
     def n(self) -> int:
@@ -63,16 +81,34 @@ class Round:
         """a [Hq,w,n] of the last `window` queries, at most all, over the resident tokens; what each of them sees."""
         trace = self.case.trace
         queries = np.arange(max(0, self.seen - window), self.seen)
-        keys = self.keys()
-        keys = np.repeat(keys, trace.query_heads // len(keys), axis=0)
-        z = capped(trace, rows_of(trace, self.layer, queries) @ keys.transpose(0, 2, 1))
         visible = self.of_heads(trace.query_heads)[:, None, :] <= queries[:, None]
-        blind = ~visible.any(axis=2, keepdims=True)  # all that such a query could see has been evicted
-        return softmax(z, visible | blind) * ~blind, visible
+        return attended(self.logits(queries), visible), visible
+
+    def logits(self, queries: np.ndarray) -> np.ndarray:
+        """z [Hq,w,n] of the queries at these positions."""
+        trace, keys = self.case.trace, self.keys()
+        keys = np.repeat(keys, trace.query_heads // len(keys), axis=0)
+        return capped(trace, rows_of(trace, self.layer, queries) @ keys.transpose(0, 2, 1))
+
+    def window_over(self, columns: int, temperature: float = 1, maximum: bool = False) -> np.ndarray:
+        """[Hq,w,columns], or with the maximum of each group's logits [Hkv,w,columns]: softmax of the observation
+        window's queries over the first resident tokens alone."""
+        trace = self.case.trace
+        queries = np.arange(max(0, self.seen - self.case.number("window")), self.seen)
+        z = self.logits(queries)[..., :columns] / temperature
+        if maximum:
+            z = by_group(trace, z).max(axis=1)
+        return attended(z, self.of_heads(len(z))[:, None, :columns] <= queries[:, None])
 
     def reduced(self, scores: np.ndarray) -> np.ndarray:
         """[Hq,n] to [H,n]."""
         return aggregate(scores, self.case.heads, self.case.parameters.get("agg", "mean"), self.case.trace.kv_heads)
+
+
+def attended(z: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    """Softmax over the visible tokens; a query that sees none, because all have been evicted, attends to nothing."""
+    blind = ~visible.any(axis=2, keepdims=True)
+    return softmax(z, visible | blind) * ~blind if z.shape[2] else z
 
 
 # ------------------------------------------------------------------------------------------------------------- scores
@@ -156,6 +192,65 @@ def along_queries(now: Round) -> np.ndarray:
     return np.einsum("hnd,hd->hn", now.keys(), main_directions(now.case.trace, now.layer, now.seen))
 
 
+def wide(now: Round, scores: np.ndarray) -> np.ndarray:
+    """[H,columns] of the first resident tokens to [H,n], zeros behind."""
+    return np.pad(scores, ((0, 0), (0, now.n - scores.shape[1])))
+
+
+def attended_and_unlike(now: Round) -> np.ndarray:
+    """The window's attention to the tokens before the recent ones, and how far their keys are from the others."""
+    share, threshold = (float(now.case.parameters[name]) for name in ("mix_lambda", "threshold"))
+    paid = now.window_over(now.n - now.recent, maximum=True).mean(axis=1)
+    paid = wide(now, pool(paid, now.case.number("kernel"), "max"))
+    return share * paid - (1 - share) * np.array([redundancy(keys, threshold) for keys in now.keys()])
+
+
+def smooth_window(now: Round) -> np.ndarray:
+    """The window's attention to the tokens before the recent ones, pooled by its mean."""
+    paid = now.window_over(now.n - now.recent, float(now.case.parameters["temperature"])).mean(axis=1)
+    return wide(now, now.reduced(pool(paid, now.case.number("kernel"), "avg")))
+
+
+def towards_expected_query(now: Round) -> np.ndarray:
+    """Leverages of the values, weighted by the direction of the keys."""
+    keys, values = now.keys()[:, now.sinks :], now.values()[:, now.sinks :]
+    by_head = capacity_of(now.case, now.layer, keys, values, now.seen)
+    return now.reduced(np.pad(by_head, ((0, 0), (now.sinks, 0))))
+
+
+def noisy_attention(now: Round) -> np.ndarray:
+    """The sum over all queries of the softmax of logits with noise."""
+    trace, queries = now.case.trace, np.arange(now.seen)
+    there = now.of_heads(trace.query_heads)[:, None, :]
+    heads = np.arange(trace.query_heads)[:, None, None]
+    noise = gumbel(now.case.number("seed"), now.layer, heads, queries[:, None], there)
+    z = (now.logits(queries) + noise) / float(now.case.parameters["tau"])
+    return now.reduced(attended(z, there <= queries[:, None]).sum(axis=1))
+
+
+def by_use(now: Round, by_count: bool) -> np.ndarray:
+    """Minus the place by the number of uses, if these count, then by the last query that used a token."""
+    paid, visible = now.attention(now.seen)
+    paid, seen_by_group = by_group(now.case.trace, paid).mean(axis=1), by_group(now.case.trace, visible)[:, 0]
+    even = (1 + 1e-6) / np.maximum(1, seen_by_group.sum(axis=2, keepdims=True))
+    queries = np.arange(now.seen)[:, None]
+    used = (paid > even) & (queries > now.positions[:, None, :])
+    last = np.where(used, queries, now.positions[:, None, :]).max(axis=1)
+    counts = used.sum(axis=1) * by_count
+    return np.array([places(np.lexsort((-late, -count))) for count, late in zip(counts, last, strict=True)])
+
+
+def at_later_positions(now: Round) -> np.ndarray:
+    """What the mean query pays to the keys at later positions, standardised over the tokens that compete."""
+    trace, competing = now.case.trace, slice(now.sinks, now.n - now.recent)
+    scores = trigonometric_of(trace, now.layer, now.keys(), now.of_heads(len(now.keys())), now.seen)
+    compared = scores[:, competing]
+    standard = np.zeros(scores.shape)
+    deviation = np.maximum(compared.std(axis=1, keepdims=True), 1e-6)
+    standard[:, competing] = (compared - compared.mean(axis=1, keepdims=True)) / deviation
+    return now.reduced(standard)
+
+
 # ------------------------------------------------------------------------------------------------------------ choosing
 
 
@@ -166,10 +261,8 @@ def best(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray
     """The protected tokens, and the best of the others."""
     there = now.positions[row]
     candidates = np.arange(now.sinks, now.n - now.recent)
-    by_position = np.full(there[-1] + 1, -np.inf)
-    by_position[there[candidates]] = scores[row][candidates]
     fixed = np.setdiff1d(there, there[candidates])
-    return ranked_once(by_position, keep - len(fixed), fixed, theirs)
+    return ranked_once(scattered(there, scores[row], candidates), keep - len(fixed), fixed, theirs)
 
 
 def chunks(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
@@ -188,6 +281,44 @@ def chunks(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarr
 def strides(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
     """Slots in equal strides."""
     ours = now.positions[row][spread(now.n, keep)]
+    return ours, Verdict.EQUAL if theirs is None or np.array_equal(ours, theirs) else Verdict.WRONG
+
+
+def scattered(there: np.ndarray, scores: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    """By position: the scores [n] of the resident tokens with these numbers, minus infinity elsewhere."""
+    by_position = np.full(there[-1] + 1, -np.inf)
+    by_position[there[candidates]] = scores[candidates]
+    return by_position
+
+
+def large_values_and_sample(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
+    """The values of the largest range, and a sample in proportion to the scores; its random numbers are others in each
+    round from the second one on."""
+    there, share = now.positions[row], Fraction(now.case.parameters["large"])
+    candidates = np.arange(now.sinks, now.n - now.recent)
+    fixed = np.setdiff1d(there, there[candidates])
+    n_large = min(keep - len(fixed), max(0, int(share * keep) - now.sinks))
+    values = now.values()[row]
+    ranges = scattered(there, values.max(axis=1) - values.min(axis=1), candidates)
+    large, _ = ranked_once(ranges, n_large, fixed, None)
+    later = [now.seen] if now.added < now.n else []
+    u = uniform_number(now.case.number("seed"), now.layer, row, there, *later)
+    with np.errstate(divide="ignore"):
+        sample = np.maximum(np.log(scores[row]) - np.log(-np.log(u)), -1e300)
+    others = np.setdiff1d(candidates, np.searchsorted(there, large))
+    return ranked_once(scattered(there, sample, others), keep - len(large), large, theirs)
+
+
+def pages_and_representatives(now: Round, scores: np.ndarray, row: int, keep: int, theirs: np.ndarray | None) -> Choice:
+    """Pages of the greatest attention, and pages that represent the others."""
+    parameters, size = now.case.parameters, now.case.number("page")
+    competing = scores[:, now.sinks : now.n - now.recent]
+    free = keep - now.sinks - now.recent
+    n_crushed = int(Fraction(parameters["ratio"]) * free / size)
+    distances = signature_distances(competing, size, parameters["anchor"], now.case.number("seed"), now.layer)
+    chosen = now.sinks + crushed(competing[row], size, free, n_crushed, distances)
+    ending = np.arange(now.n - now.recent, now.n)
+    ours = now.positions[row][np.concatenate([np.arange(now.sinks), chosen, ending])]
     return ours, Verdict.EQUAL if theirs is None or np.array_equal(ours, theirs) else Verdict.WRONG
 
 
@@ -277,6 +408,14 @@ RULES = {
     "q-filter": Rule(along_queries),
     "value-norm": Rule(lambda now: norms(now.values(), float(now.case.parameters["p"])), sinks, window),
     "chunkkv": Rule(window_by_head, recent=window, choose=chunks),
+    "r-kv": Rule(attended_and_unlike, recent=window),
+    "vase": Rule(smooth_window, sinks, window, large_values_and_sample),
+    "cap-kv": Rule(towards_expected_query, sinks),
+    "kvcrush": Rule(window_by_head, recent=window, choose=pages_and_representatives),
+    "keyformer": Rule(noisy_attention, recent=recent),
+    "lru": Rule(lambda now: by_use(now, by_count=False), recent=recent),
+    "lfu": Rule(lambda now: by_use(now, by_count=True), recent=recent),
+    "tri-attention": Rule(at_later_positions, recent=recent),
 }
 
 
@@ -327,7 +466,7 @@ def in_rounds(case: Case, name: str) -> Selection:
         paid = np.zeros((trace.query_heads, trace.tokens))
         since = 0
         for t, budget, keep in rounds(case):
-            queries = np.arange(since, t + 1)
+            queries, added = np.arange(since, t + 1), t + 1 - since
             paid += softmax(logits(trace, layer, queries)[0], residents.mask(queries)[seen_by]).sum(axis=1)
             since = t + 1
             positions = np.array([residents.at(row, t) for row in range(case.row_count)])
@@ -341,7 +480,7 @@ def in_rounds(case: Case, name: str) -> Selection:
             if keep >= positions.shape[1]:
                 continue
             by_head = np.take_along_axis(paid, positions[seen_by], axis=1)
-            now = Round(case, layer, t + 1, positions, by_head, sinks, recent)
+            now = Round(case, layer, t + 1, positions, by_head, sinks, recent, added)
             scores = rule.score(now)
             for row in range(case.row_count):
                 theirs = residents.theirs(row, t)

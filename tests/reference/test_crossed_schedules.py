@@ -245,14 +245,9 @@ def test_the_reference_knows_the_registry() -> None:
     assert {part["name"] for part in parts if part["kind"] == "schedule"} == ALL_SCHEDULES
 
 
-# Of these the reference decides once, after the prompt; the program accepts schedules that evict in rounds, too.
-ROUNDS_NOT_COVERED = {*reference_2026.POLICIES} - {*RULES, "laprox", "kvzip", "kvcompose"}
-
-
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_other_schedules_are_refused(policy: str) -> None:
-    accepted = {*schedules_of(policy)} | ({*SCHEDULES} if policy in ROUNDS_NOT_COVERED else set())
-    accepted |= {"once"} if policy in READING else set()
+    accepted = {*schedules_of(policy)} | ({"once"} if policy in READING else set())
     for schedule in sorted(ALL_SCHEDULES - accepted):
         finished = run(LONG, [LONG.text(policy, schedule)], "--dry-run")
         assert finished.returncode == 2, f"{schedule}: exit {finished.returncode}\n{finished.stderr}"
