@@ -226,7 +226,13 @@ def stored_bytes(
     heads: int, tokens: int, d: int, name: str, scale: str = "tensor", bits: int = 4, form: str = "mse"
 ) -> int:
     """Bytes of the keys or of the values of one layer."""
-    vectors = heads * tokens
+    return vectors_bytes(heads, heads * tokens, d, name, scale, bits, form)
+
+
+def vectors_bytes(
+    heads: int, vectors: int, d: int, name: str, scale: str = "tensor", bits: int = 3, form: str = "mse"
+) -> int:
+    """Of so many vectors of all heads together."""
     if name.startswith("fp8"):
         return vectors * d + {"tensor": 4, "one": 4, "head": 4 * heads, "token": 4 * vectors}[scale]
     if name == "turboquant":

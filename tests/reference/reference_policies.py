@@ -150,6 +150,13 @@ def decide(
     if policy.name == "layers":
         return by_layer(trace, policy, literal, choice, follow)
     case = Case(trace, parameters_of(policy), literal, choice, follow)
+    selection = kept_by(case, policy)
+    return reference_stores.with_store(case, selection) if "store" in case.parameters else selection
+
+
+def kept_by(case: Case, policy: Policy) -> Selection:
+    """What the policy keeps, in its own store."""
+    trace = case.trace
     if policy.name in WITHOUT_BUDGET:
         return WITHOUT_BUDGET[policy.name](case)
     natural = case.parameters.get("lengths") == "natural"
@@ -275,7 +282,7 @@ def cam_one_shot(case: Case) -> Selection:
     given = DEFAULTS["h2o"] | {
         key: case.parameters[key] for key in ("recent", "sinks", "protect") if key in case.parameters
     }
-    return reference_stores.cam_one_shot(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
+    return reference_stores.merged_values(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
 
 
 THE_SAME = {  # a policy under a schedule that makes it another one

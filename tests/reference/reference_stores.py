@@ -10,7 +10,8 @@ from fractions import Fraction
 import numpy as np
 from reference import aggregate, cumulative_attention, rank, rows_of
 from reference_geometry import NOTHING, uniform_number
-from reference_selection import Case, Selection
+from reference_number_formats import decoded, rotated, vectors_bytes
+from reference_selection import Case, Selection, call_of, pieces, unwrapped
 
 
 def quantised(values: np.ndarray, group: int, bits: int) -> np.ndarray:
@@ -29,27 +30,46 @@ def quantised(values: np.ndarray, group: int, bits: int) -> np.ndarray:
     return result
 
 
-def kivi(case: Case) -> Selection:
+def quantised_store(case: Case, base: Selection) -> Selection:
     """Keys by channel and values by token in few bits, but for the latest ones."""
     trace = case.trace
     bits, group, residual = case.number("bits"), case.number("group"), case.number("residual")
-    prompt = trace.prompt
-    n_keys = prompt - (prompt % residual if residual else 0) if prompt >= residual else 0
-    n_values = max(0, prompt - residual)
+
+    def counts(kept: np.ndarray) -> tuple[int, int]:
+        """Of quantised keys, and of quantised values."""
+        return len(kept) - (len(kept) % residual if residual else 0), max(0, len(kept) - residual)
 
     def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values = trace.layers[layer].k.copy(), trace.layers[layer].v.copy()
-        by_channel = keys[:, :n_keys].astype(np.float32).transpose(0, 2, 1)
-        keys[:, :n_keys] = quantised(by_channel, group, bits).transpose(0, 2, 1)
-        values[:, :n_values] = quantised(values[:, :n_values].astype(np.float32), group, bits)
+        for head, kept in enumerate(kept_by_head(case, base, layer)):
+            n_keys, n_values = counts(kept)
+            by_channel = keys[head, kept[:n_keys]].astype(np.float32).T
+            keys[head, kept[:n_keys]] = quantised(by_channel, group, bits).T
+            older = values[head, kept[:n_values]].astype(np.float32)
+            values[head, kept[:n_values]] = quantised(older, group, bits)
         return keys, values
 
-    numbers = trace.kv_heads * trace.dimension
-    few = (n_keys + n_values) * (bits + Fraction(32, group))
-    layer_bytes = numbers * (few + (2 * prompt - n_keys - n_values) * 16) / 8
-    return case.selection(
-        everything_kept(case), NOTHING, [], stored=stored, stored_bytes=lambda layer: float(layer_bytes)
-    )
+    def stored_bytes(layer: int) -> float:
+        few = sum(sum(counts(kept)) for kept in kept_by_head(case, base, layer))
+        vectors = sum(2 * len(kept) for kept in kept_by_head(case, base, layer))
+        return float(trace.dimension * (few * (bits + Fraction(32, group)) + (vectors - few) * 16) / 8)
+
+    return dataclasses.replace(base, stored=stored, stored_bytes=stored_bytes)
+
+
+def kept_by_head(case: Case, base: Selection, layer: int) -> list[np.ndarray]:
+    """The kept positions of each KV head in a stored layer; of the followed selection if there is one."""
+    rows = (case.follow or base).rows[case.trace.treated.index(layer)]
+    return [rows[head * len(rows) // case.trace.kv_heads] for head in range(case.trace.kv_heads)]
+
+
+def kivi(case: Case) -> Selection:
+    """Every token, quantised."""
+    return quantised_store(case, whole_prompt(case))
+
+
+def whole_prompt(case: Case) -> Selection:
+    return case.selection(everything_kept(case), NOTHING, [])
 
 
 def everything_kept(case: Case) -> list[list[np.ndarray]]:
@@ -59,42 +79,49 @@ def everything_kept(case: Case) -> list[list[np.ndarray]]:
 # ---------------------------------------------------------------------------------------------------------------- think
 
 
-def think(case: Case) -> Selection:
+def fewer_channels(case: Case, base: Selection) -> Selection:
     """Keys lose the channels in which the last queries and they themselves are small; the recent ones do not."""
     trace, prompt = case.trace, case.trace.prompt
     dropped = int(Fraction(case.parameters["ratio"]) * trace.dimension)
-    older = prompt - min(case.number("recent"), prompt)
     last = np.arange(max(0, prompt - case.number("window")), prompt)
+
+    def older(kept: np.ndarray) -> np.ndarray:
+        return kept[: len(kept) - min(case.number("recent"), len(kept))]
 
     def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
         keys = trace.layers[layer].k.copy()
         asked = (rows_of(trace, layer, last) ** 2).sum(axis=1)
         asked = asked.reshape(trace.kv_heads, -1, trace.dimension).sum(axis=1)
-        for head in range(trace.kv_heads):
-            scores = asked[head] * (keys[head, :prompt] ** 2).sum(axis=0)  # sums, not means: of whole numbers exact
-            keys[head, :older, rank(scores)[trace.dimension - dropped :]] = 0
+        for head, kept in enumerate(kept_by_head(case, base, layer)):
+            scores = asked[head] * (keys[head, kept] ** 2).sum(axis=0)  # sums, not means: of whole numbers exact
+            keys[head, older(kept)[:, None], rank(scores)[trace.dimension - dropped :]] = 0
         return keys, trace.layers[layer].v
 
-    numbers = older * (2 * trace.dimension - dropped) + (prompt - older) * 2 * trace.dimension
-    layer_bytes = float(trace.kv_heads * numbers * trace.number_bytes)
-    return case.selection(everything_kept(case), NOTHING, [], stored=stored, stored_bytes=lambda layer: layer_bytes)
+    def stored_bytes(layer: int) -> float:
+        heads = kept_by_head(case, base, layer)
+        numbers = sum(2 * trace.dimension * len(kept) - dropped * len(older(kept)) for kept in heads)
+        return float(numbers * trace.number_bytes)
+
+    return dataclasses.replace(base, stored=stored, stored_bytes=stored_bytes)
+
+
+def think(case: Case) -> Selection:
+    """Every token, with fewer channels of its key."""
+    return fewer_channels(case, whole_prompt(case))
 
 
 # --------------------------------------------------------------------------------------------------------- cam-one-shot
 
 
-def cam_one_shot(case: Case, base: Selection) -> Selection:
+def merged_values(case: Case, base: Selection) -> Selection:
     """What another policy keeps; the kept values take up, in equal parts, what was evicted before them."""
     trace, prompt = case.trace, case.trace.prompt
     spread, sampled = case.number("merge"), case.parameters["mode"] == "sampled"
-    rows = case.follow.rows if case.follow else base.rows
 
     def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
-        index = trace.treated.index(layer)
         values = trace.layers[layer].v.copy()
         paid = aggregate(cumulative_attention(trace, layer), "kv", "mean", trace.kv_heads)
-        for head in range(trace.kv_heads):
-            kept = rows[index][head]
+        for head, kept in enumerate(kept_by_head(case, base, layer)):
             for token in np.setdiff1d(np.arange(prompt), kept)[::-1]:
                 following = kept[kept > token][:spread]
                 if len(following) == 0:
@@ -107,6 +134,95 @@ def cam_one_shot(case: Case, base: Selection) -> Selection:
         return trace.layers[layer].k, values
 
     return dataclasses.replace(base, stored=stored)
+
+
+# ------------------------------------------------------------------------------------------------------- number formats
+
+
+def rotation_size(hadamard: str, dimension: int, tensor: str) -> int:
+    """Numbers that are rotated together; 1: none are."""
+    if hadamard != "true":
+        return 1 if hadamard == "false" else int(hadamard)
+    block = dimension & -dimension  # the largest power of two that divides it
+    return min(block, 64) if tensor == "v" else block
+
+
+def in_format(case: Case, base: Selection, formats: dict[str, str]) -> Selection:
+    """The kept tokens in number formats "NAME(KEY=VALUE,...)" of keys `k` and of values `v`, except the last `residual`
+    ones and those of skipped layers."""
+    trace, parameters, prompt = case.trace, case.parameters, case.trace.prompt
+    residual = int(parameters.get("residual", "0"))
+    skipped = pieces(unwrapped(parameters.get("skip_layers", "none").replace("none", "")))
+    hadamard = parameters.get("hadamard", "false")
+
+    def encoded(kept: np.ndarray, layer: int) -> np.ndarray:
+        is_exact = str(trace.treated.index(layer)) in skipped
+        return kept[: 0 if is_exact else max(0, len(kept) - residual)]
+
+    def changed(layer: int, tensor: str) -> np.ndarray:
+        exact = getattr(trace.layers[layer], tensor)
+        name, values = call_of(formats[tensor])
+        if name == "exact":
+            return exact
+        size = rotation_size(hadamard, exact.shape[2], tensor)
+        turned = rotated(exact[:, :prompt].astype(np.float32), size)
+        decoded_prompt = rotated(decoded(turned, name, **format_values(values)), size)
+        result = exact.copy()
+        for head, kept in enumerate(kept_by_head(case, base, layer)):
+            result[head, encoded(kept, layer)] = decoded_prompt[head, encoded(kept, layer)]
+        return result
+
+    def stored_bytes(layer: int) -> float:
+        heads = kept_by_head(case, base, layer)
+        vectors = sum(len(encoded(kept, layer)) for kept in heads)
+        total = 0.0
+        for tensor in "kv":
+            name, values = call_of(formats[tensor])
+            d = getattr(trace.layers[layer], tensor).shape[2]
+            total += 2 * d * (sum(map(len, heads)) - vectors)
+            is_exact = name == "exact" or str(trace.treated.index(layer)) in skipped
+            given = {key: value for key, value in format_values(values).items() if key != "seed"}
+            total += 2 * d * vectors if is_exact else vectors_bytes(trace.kv_heads, vectors, d, name, **given)
+        return total
+
+    return dataclasses.replace(
+        base, stored=lambda layer: (changed(layer, "k"), changed(layer, "v")), stored_bytes=stored_bytes
+    )
+
+
+def format_values(values: list[str]) -> dict[str, object]:
+    """Of "KEY=VALUE" texts."""
+    given = dict(value.split("=") for value in values)
+    return {key: int(value) if value.isdigit() else value for key, value in given.items()}
+
+
+def with_store(case: Case, base: Selection) -> Selection:
+    """The selection of a policy with store=NAME; a parameter that the policy has too is its own."""
+    name, values = call_of(case.parameters["store"])
+    case = dataclasses.replace(case, parameters=DEFAULTS.get(name, {}) | case.parameters)
+    if name in STORES:
+        return STORES[name](case, base)
+    if name == "kv":
+        return in_format(case, base, dict(zip("kv", values, strict=True)))
+    own = [f"{key}={value}" for key, value in case.parameters.items() if key in FORMAT_PARAMETERS.get(name, ())]
+    text = f"{name}({','.join(own)})"
+    return in_format(case, base, {"k": text, "v": text})
+
+
+DEFAULTS = {
+    "quantised": {"bits": "2", "group": "32", "residual": "128"},
+    "fewer-channels": {"window": "32", "ratio": "0.4", "recent": "32"},
+    "merged-values": {"merge": "32", "mode": "expected", "seed": "0"},
+    "turboquant": {"bits": "3"},
+}
+FORMAT_PARAMETERS = {"fp8_e4m3": {"scale"}, "fp8_e5m2": {"scale"}, "turboquant": {"bits", "form", "seed"}}
+STORES = {
+    "exact": lambda case, base: base,
+    "cache": lambda case, base: dataclasses.replace(base, moved=True),
+    "quantised": quantised_store,
+    "fewer-channels": fewer_channels,
+    "merged-values": merged_values,
+}
 
 
 # ------------------------------------------------------------------------------------------------------------ minicache

@@ -16,13 +16,15 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 import random_traces
 import reference
 import reference_2026
-from comparison import compare_selections, stored_selection
+from comparison import compare_rows, compare_selections, expected_rows, stored_selection
 from program_runs import call, cells_file, folder, read_frame
 from reference import Trace
+from reference_metrics import attention_metrics, kv_bytes
 from reference_policies import DEFAULTS, POLICIES, READING, WITHOUT_BUDGET, decide, select
 from reference_rounds import RULES, SCHEDULES
 from reference_selection import Policy, Verdict
@@ -170,6 +172,12 @@ SHORT = Setting(
         "pq": "sinks=2,local=3,init_offset=2,bits=3",
     },
 )
+# Heads of 32 numbers, a block of every number format.
+WIDE = replace(
+    SHORT,
+    name="wide",
+    parameters=SHORT.parameters | {"head-kv": "table={folder}/wide.npy,window=3,kernel=3", "knorm": "sinks=1"},
+)
 GROWING = replace(SHORT, budget="0.4@seen")
 COMMON = [
     replace(SHORT, more="sinks=3"),
@@ -186,7 +194,9 @@ BY_QUERY_HEAD = replace(SHORT, heads="query")
 
 def content(name: str) -> Content:
     """Three layers with RoPE, output projections and a marked question, which a template may follow."""
-    if name == "long":
+    if name == "wide":
+        made = random_traces.normal(43, 3, 6, 2, 32, 47, 58, rope=True, spans={"question": ("question", 43, 47)})
+    elif name == "long":
         made = random_traces.normal(
             41, 3, 4, 2, 8, 96, 110, rope=True, spans={"question": ("question", 88, 93)}, attention_scaling=1.25
         )
@@ -335,3 +345,85 @@ def test_parameters_of_online_policies(text: str, budget: str, tmp_path: Path) -
     ours = decide(trace, Policy.parse(text), budget, follow=theirs)
     verdicts = compare_selections(trace, ours, theirs, datasets, text)
     assert sum(verdict == Verdict.NEAR for verdict in verdicts) <= max(1, 0.01 * len(verdicts))
+
+
+# -------------------------------------------------------------------------------------------------------------- stores
+
+# Values of stores, those of number formats among them; the others have no values here.
+VALUES_OF_STORES = {
+    "quantised": ["group=4,residual=5", "bits=4,group=8,residual=0"],
+    "fewer-channels": ["ratio=0.3"],
+    "merged-values": ["merge=2", "merge=3,mode=sampled"],
+    "fp8_e4m3": ["", "scale=head,residual=4", "scale=token", "scale=one,skip_layers=1"],
+    "fp8_e5m2": ["scale=head,hadamard=16"],
+    "q4_0": ["", "residual=6,hadamard=true"],
+    "turboquant": ["", "bits=2,form=product"],
+}
+STORES = [
+    f"{part['name']},{values}".rstrip(",")
+    for part in json.loads(call("policies", "--parts", "--json").stdout)
+    if part["kind"] == "store" and part["name"] not in ("exact", "cache", "kv")
+    for values in VALUES_OF_STORES.get(part["name"], [""])
+]
+STORES += ["kv(q8_0,turboquant(bits=2)),residual=2", "kv(exact,nvfp4)", "kv(fp8_e5m2(scale=head),mxfp4),hadamard=8"]
+
+# Policies that are made of others, read a part of the cache, evict during the prompt, or have a store of their own.
+WITH_OWN_STORE = {"hybrid", "random-twin", "quest", *READING, "h2o-online", "kivi", "think", "cam-one-shot"}
+WITH_OWN_STORE |= {name for name, defaults in DEFAULTS.items() if "positions" in defaults}
+# Of parameters with the names of a store's, these mean something else.
+OTHER_PARAMETERS = {
+    "fewer-channels": {"h2o", "keyformer", "kvcrush", "lfu", "lru", "pyramid-infer", "random", "scissorhands"}
+    | {"tri-attention", "value-norm", "vatp"},
+}
+
+
+def takes_store(policy: str, store: str) -> bool:
+    return policy not in WITH_OWN_STORE | OTHER_PARAMETERS.get(store.partition(",")[0], set())
+
+
+def stored_text(policy: str, store: str) -> str:
+    text = WIDE.text(policy, "")
+    return f"{text}{',' if ':' in text else ':'}store={store}"
+
+
+@functools.cache
+def stored_results(store: str) -> tuple[dict[str, pd.DataFrame], Path, str]:
+    """Of all policies that take a store: the rows of the cell by policy, the sets, what the program says of the run."""
+    out = Path(tempfile.mkdtemp(dir=folder().name)) / "out"
+    texts = [stored_text(policy, store) for policy in WIDE.policies() if takes_store(policy, store)]
+    metrics = "output_error,attention_cosine,kv_bytes"
+    finished = run(WIDE, texts, "--metrics", metrics, "--detail", "head", "-o", out)
+    if not (out / "results.csv").exists():
+        return {}, out, f"exit {finished.returncode} {finished.stderr}"
+    frame = read_frame(out)
+    return dict(list(frame[frame["role"] == "asked"].groupby("policy"))), cells_file(out), finished.stderr
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", [policy for policy in WIDE.policies() if policy not in WITH_OWN_STORE])
+def test_stores(policy: str, store: str) -> None:
+    """The kept tokens as the store gives them back, by what the eval queries make of them; and their bytes."""
+    text, trace = stored_text(policy, store), trace_of(WIDE.name)
+    if not takes_store(policy, store):
+        assert run(WIDE, [text], "--dry-run").returncode == 2
+        return
+    cells, path, said = stored_results(store)
+    assert policy in cells, said
+    rows = cells[policy]
+    asked = Policy.parse(text)
+    with h5py.File(path) as file:
+        cell = file["cells"][rows["cell"].iloc[0]]
+        theirs, datasets = stored_selection(trace, select(trace, asked, WIDE.budget), cell, WIDE.budget, text)
+    ours = decide(trace, asked, WIDE.budget, follow=theirs)
+    compare_selections(trace, ours, theirs, datasets, text)
+    changed = replace(theirs, stored=ours.stored, stored_bytes=ours.stored_bytes)
+    measured = attention_metrics(trace, changed, "continuation") | kv_bytes(trace, changed)
+    compared = {key: measured[key] for key in (("output_error", ""), ("attention_cosine", ""), ("kv_bytes", ""))}
+    expected = expected_rows(trace, compared)
+    keys = zip(rows["layer"], rows["head"], rows["metric"], rows["variant"], strict=True)
+    compare_rows(text, expected, rows[[key in expected for key in keys]])
+
+
+@pytest.mark.parametrize("policy", sorted({*ALL_POLICIES} & WITH_OWN_STORE - {"full"}))
+def test_stores_are_refused(policy: str) -> None:
+    assert run(WIDE, [stored_text(policy, "q8_0")], "--dry-run").returncode == 2
