@@ -16,10 +16,10 @@ inline std::string content(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-class TraceFiles : public testing::Test {
+class TraceFiles : public ::testing::Test {
  protected:
   TraceFiles() {
-    const testing::TestInfo& test = *testing::UnitTest::GetInstance()->current_test_info();
+    const ::testing::TestInfo& test = *::testing::UnitTest::GetInstance()->current_test_info();
     std::string name = std::string(test.test_suite_name()) + "." + test.name() + "." + std::to_string(::getpid());
     for (char& letter : name)
       if (letter == '/') letter = '-';
