@@ -18,6 +18,7 @@ LARGE = {"bokeh", "dask", "distributed", "matplotlib", "pandas", "pyarrow", "sci
 REPLAY = "none.h5 -p snapkv -b 0.1"
 MISSING_FILES = {
     "kvreplay-capture": ["--model none.gguf --prompt x -o t.h5", "--model ./none --prompt x -o t.h5"],
+    "kvreplay-check": ["none kept.npz -p snapkv -b 0.1", "trace.h5 none.npz -p snapkv -b 0.1"],
     "kvreplay-compare": ["none --baseline h2o"],
     "kvreplay-example": ["-o none.txt/t.h5"],
     "kvreplay-export": ["none -o table.parquet"],
@@ -31,6 +32,8 @@ MISSING_FILES = {
     "kvreplay-tune": [REPLAY, f"trace.h5 {REPLAY.partition(' ')[2]} --metric kld --model none.gguf"],
 }
 UNKNOWN_NAMES = {
+    "kvreplay-check trace.h5 trace.npz -p snapvk -b 0.1": "snapvk: unknown policy: did you mean snapkv?",
+    "kvreplay-check trace.h5 trace.npz -p snapkv -b 0": "budget 0: out of range: expected 1..2147483647, found 0",
     "kvreplay-compare run --baseline snapvk": "--baseline: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-compare run --baseline h2o -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-compare run --baseline h2o -b 0.4": "-b: unknown budget 0.4: did you mean 0.5?",
@@ -103,11 +106,13 @@ def test_bars_of_libraries_can_be_disabled(script: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def replayed(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `run`, a run of two calls: run.json describes the second, with snapkv at 0.5; and `trace.h5`."""
+    """A folder with `run`, a run of two calls: run.json describes the second, with snapkv at 0.5; and `trace.h5`
+    and `trace.npz`."""
     folder = tmp_path_factory.mktemp("replayed")
     for policy, budget in (("h2o", "6"), ("snapkv:window=4", "0.5")):
         done("replay", traces / "fixture.h5", "-p", policy, "-b", budget, "-o", "run", folder=folder)
-    (folder / "trace.h5").touch()
+    for name in ("trace.h5", "trace.npz"):
+        (folder / name).touch()
     return folder
 
 

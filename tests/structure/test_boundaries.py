@@ -65,6 +65,7 @@ PACKAGES = {
     "kvreplay.capture": ("kvreplay", "kvreplay.sweep", "kvreplay.capture"),
     "kvreplay.bounds": ("kvreplay", "kvreplay.bounds"),
     "kvreplay.compare": ("kvreplay", "kvreplay.compare"),
+    "kvreplay.conformance": ("kvreplay", "kvreplay.conformance"),
     "kvreplay.tune": ("kvreplay", "kvreplay.capture", "kvreplay.live", "kvreplay.compare", "kvreplay.tune"),
     "kvreplay.plot": ("kvreplay", "kvreplay.compare", "kvreplay.plot"),
     "kvreplay.command_line": ("kvreplay", "kvreplay.plot", "kvreplay.command_line"),

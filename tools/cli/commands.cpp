@@ -23,6 +23,8 @@ constexpr const Command* command_table[] = {
 constexpr Command companion_table[] = {
     {"capture", "captures queries, keys and values of a language model as a trace", capture_operands, capture_options,
      nullptr, nullptr, capture_examples},
+    {"check", "compares the kept positions of an inference engine with a policy, and names the cause of a difference",
+     check_operands, check_options, nullptr, nullptr, check_examples},
     {"compare", "compares policies with a baseline over many traces: paired differences, intervals, tests",
      compare_operands, compare_options, nullptr, nullptr, compare_examples},
     {"example", "writes an example trace: 10 MB of a small language model, with a needle and a question",

@@ -251,6 +251,15 @@ def _bar(wanted: bool | None) -> Iterator[Callable[[float, str], None]]:
         yield heard
 
 
+def require_cell(policy: str, budget: str) -> None:
+    """Rejects a text that is not one policy, and one that is not a budget."""
+    texts = _engine.split_policies(policy)
+    if len(texts) != 1:
+        raise Error("-p", "policies", "one", ", ".join(texts) or "none", Refusal.USAGE)
+    _engine.label(texts[0])
+    _engine.budget(budget)
+
+
 def decision_and_store(policy: str, layers: int) -> tuple[str, str]:
     """When a policy decides its sets, for a model of `layers` layers: after-prefill, during-prefill, future or never;
     and how it stores kept tokens: exact, cache-positions or changed."""
