@@ -143,6 +143,9 @@ struct MetricCard {
 
 Registry<MetricCard>& metrics();
 
+/// Throws Error{usage} with the nearest name.
+const MetricCard& metric_card(std::string_view name);
+
 /// "higher", "lower", "neither".
 const char* word(Better better);
 

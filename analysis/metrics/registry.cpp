@@ -3,6 +3,7 @@
 #include <set>
 
 #include "analysis/metrics/metric.h"
+#include "listed_names.h"
 
 namespace kvreplay {
 namespace {
@@ -80,6 +81,15 @@ double harmonic_mean(std::span<const double> values) {
 Registry<MetricCard>& metrics() {
   static Registry<MetricCard> registry{"metric"};
   return registry;
+}
+
+const MetricCard& metric_card(std::string_view name) {
+  const MetricCard* const card = metrics().find(name);
+  if (card == nullptr)
+    throw Error{Refusal::usage, name.empty() ? "metric" : std::string(name),
+                name.empty() ? "no name" : "unknown metric",
+                nearest_listed(name, metrics().names(), "kvreplay metrics"), std::string(name)};
+  return *card;
 }
 
 const char* word(Better better) {
@@ -161,7 +171,7 @@ std::vector<MetricName> parse_metrics(std::string_view text) {
       continue;
     }
     const std::size_t colon = std::min(piece.find(':'), piece.size());
-    const MetricCard& card = metrics().get(piece.substr(0, colon));
+    const MetricCard& card = metric_card(piece.substr(0, colon));
     add_variants(card, colon == piece.size() ? "" : piece.substr(colon + 1), names);
   }
   return names;

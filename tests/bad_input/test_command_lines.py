@@ -19,7 +19,7 @@ USAGE, INPUT, CAPABILITY, RESOURCES = 2, 3, 4, 5
 REPLAY = "replay fixture.h5"
 H2O = f"{REPLAY} -p h2o -b 0.5"
 NAMES = subprocess.run([PROGRAM, "policies", "--names"], capture_output=True, text=True, check=True).stdout.split()
-POLICIES = "one of " + ", ".join(sorted(NAMES))
+POLICIES = f"one of {len(NAMES)} names, such as "
 QUESTION = "question=last,question_tokens=6"
 COVER = "layers: ranges must cover each treated layer once: expected 0-3, found"
 SPANS = "one of context, question, answer"
@@ -145,7 +145,7 @@ LINES: list[tuple[int, str, str]] = [
     ),
     # policies
     (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: did you mean snapkv?"),
-    (USAGE, f"{REPLAY} -p zzzzzzzz -b 0.5", f"zzzzzzzz: unknown policy: expected {POLICIES}, found zzzzzzzz"),
+    (USAGE, f"{REPLAY} -p zzzzzzzz -b 0.5", f"zzzzzzzz: unknown policy: expected {POLICIES}"),
     (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", '--policy: empty list element: found "h2o,,full"'),
     (USAGE, f"{REPLAY} -p h2o, -b 0.5", '--policy: empty list element: found "h2o,"'),
     (USAGE, f"{REPLAY} -p snapkv: -b 0.5", 'snapkv: empty list element: found ""'),
@@ -216,8 +216,8 @@ LINES: list[tuple[int, str, str]] = [
         "expected a policy that does not use another policy's counts, found oracle:counts=h2o",
     ),
     # policies put together
-    (USAGE, f"{REPLAY} -p h2o:select=chunk -b 0.5", "chunk: unknown selector: did you mean chunks?"),
-    (USAGE, f"{REPLAY} -p h2o:score=windw -b 0.5", "windw: unknown scorer: did you mean window?"),
+    (USAGE, f"{REPLAY} -p h2o:select=chunk -b 0.5", "h2o:select: unknown value chunk: did you mean chunks?"),
+    (USAGE, f"{REPLAY} -p h2o:score=windw -b 0.5", "h2o:score: unknown value windw: did you mean window?"),
     (USAGE, f"{REPLAY} -p h2o:select=chunks,chunk=0 -b 6", "chunks:chunk: out of range: expected 1.., found 0"),
     (
         USAGE,

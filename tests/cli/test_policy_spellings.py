@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,24 @@ def test_a_misspelt_policy_names_the_nearest(tmp_path: Path) -> None:
     for spelling in ("snapvk", "SnapVK"):
         answer = kvreplay("policies", spelling, folder=tmp_path)
         assert (answer.code, answer.err) == (2, f"kvreplay: {spelling}: unknown policy: did you mean snapkv?\n")
+
+
+@pytest.mark.parametrize(
+    "words, kind, first, place",
+    [
+        (["policies", "PyramidKVPres"], "policy", "pyramid-infer, pyramid-kv", "kvreplay policies"),
+        (["policies", "KVzipPress"], "policy", "", "kvreplay policies"),
+        (["metrics", "bandwidth"], "metric", "", "kvreplay metrics"),
+        (["corpus"], "command", "compare", "kvreplay help"),
+        (["replay", "--granularity"], "option", "", "kvreplay replay --help"),
+    ],
+)
+def test_a_name_like_no_other_is_answered_with_three_and_their_list(
+    words: list[str], kind: str, first: str, place: str, tmp_path: Path
+) -> None:
+    answer = kvreplay(*words, folder=tmp_path)
+    where = words[0] if kind == "option" else words[-1]
+    line = rf"kvreplay: {where}: unknown {kind}: expected one of (\d+) names, such as (.*) \(see {place}\), found .*\n"
+    match = re.fullmatch(line, answer.err)
+    assert answer.code == 2 and match, answer
+    assert len(match[2].split(", ")) == 3 and match[2].startswith(first) and int(match[1]) > 12

@@ -337,7 +337,7 @@ def test_values_of_parameters_arrive_with_their_types(small: Path) -> None:
         ("tuned:turned=maybe", 'tuned:turned: not a Boolean: expected false or true, found "maybe"'),
         ("tuned:of=queries", "tuned:of: unknown word: expected keys | values, found queries"),
         ("tuned:lst=1", "tuned: unknown parameter lst: did you mean last?"),
-        ("tuned:select=chunkz", "chunkz: unknown selector: did you mean chunks?"),
+        ("tuned:select=chunkz", "tuned:select: unknown value chunkz: did you mean chunks?"),
     ],
 )
 def test_values_that_cannot_be_are_refused(text: str, words: str, small: Path) -> None:

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "error.h"
+#include "listed_names.h"
 #include "nearest.h"
 #include "parameters.h"
 #include "user_defaults.h"
@@ -59,7 +60,8 @@ Error unknown_option(const Command& command, std::span<const Option> options, st
   const std::string bare = name.substr(std::min(name.find_first_not_of('-'), name.size()));
   std::vector<std::string> known;
   for (const Option& option : options) known.push_back(flag(option.name));
-  return {Refusal::usage, command.name, "unknown option", nearest(flag(bare), known), name};
+  return {Refusal::usage, command.name, "unknown option",
+          nearest_listed(flag(bare), known, fmt::format("kvreplay {} --help", command.name)), name};
 }
 
 std::vector<po::option> parsed(const Command& command, std::span<const std::string> words) {

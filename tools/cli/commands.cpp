@@ -8,8 +8,8 @@
 #include <cstring>
 
 #include "error.h"
+#include "listed_names.h"
 #include "machine.h"
-#include "nearest.h"
 #include "python_commands.h"
 
 namespace kvreplay {
@@ -83,7 +83,7 @@ void run_companion(const std::string& name, const std::vector<std::string>& argu
     std::vector<std::string> names;
     for (const Command* command : commands()) names.emplace_back(command->name);
     for (const Command& companion : companion_table) names.emplace_back(companion.name);
-    throw Error{Refusal::usage, name, "unknown command", nearest(name, names), name};
+    throw Error{Refusal::usage, name, "unknown command", nearest_listed(name, names, "kvreplay help"), name};
   }
   std::vector<std::string> words{program->string()};
   words.insert(words.end(), arguments.begin(), arguments.end());

@@ -82,7 +82,7 @@ int run(const Arguments& arguments) {
   if (arguments.operands().empty()) return list(arguments);
   const std::string& name = arguments.operands().front();
   const std::optional<MetricName> titled = find_title(name);
-  const MetricCard& card = metrics().get(titled ? titled->metric : name);
+  const MetricCard& card = metric_card(titled ? titled->metric : name);
   if (arguments.given("json"))
     print_json(as_json(card));
   else if (arguments.given("markdown"))

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <utility>
 
+#include "listed_names.h"
 #include "nearest.h"
 #include "policies/text/layer_ranges.h"
 #include "policies/text/policy_file.h"
@@ -140,9 +141,13 @@ void ConfiguredPolicy::place_parts(std::vector<std::pair<std::string, std::strin
                   "positions=original or cache", "store=" + value};
     if (std::ranges::find(parts_, kind->value, &Placed::kind) != parts_.end())
       throw Error{Refusal::usage, name_, "given more than once", "one value", key};
+    const std::string part_name = value.substr(0, value.find('('));
+    if (parts(kind->value).find(part_name) == nullptr)
+      throw Error{Refusal::usage, name_ + ":" + key, "unknown value",
+                  nearest_listed(part_name, parts(kind->value).names(), "kvreplay policies --parts"), part_name};
     std::vector<std::pair<std::string, std::string>> of_part;
     std::shared_ptr<PlanPart> part = parse_part(kind->value, value, of_part);
-    parts_.push_back({kind->value, value.substr(0, value.find('(')), std::move(part)});
+    parts_.push_back({kind->value, part_name, std::move(part)});
     for (const auto& [name, of_name] : of_part) rest.emplace_back(name, without_parentheses(of_name));
   }
   values = std::move(rest);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <list>
 
+#include "listed_names.h"
 #include "policies/text/configured.h"
 #include "policies/text/inner_policy.h"
 #include "policies/text/policy_source.h"
@@ -117,7 +118,13 @@ class LayerRanges final : public Policy {
 
 std::unique_ptr<Policy> make_policy(const std::string& name) {
   if (name == layer_ranges_name) return std::make_unique<LayerRanges>();
-  return policies().get(registered_policy(name)).make();
+  const std::string registered = registered_policy(name);
+  const PolicyEntry* const entry = policies().find(registered);
+  if (entry == nullptr)
+    throw Error{Refusal::usage, registered.empty() ? "policy" : registered,
+                registered.empty() ? "no name" : "unknown policy",
+                nearest_listed(registered, policies().names(), "kvreplay policies"), registered};
+  return entry->make();
 }
 
 }  // namespace kvreplay

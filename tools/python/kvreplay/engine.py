@@ -69,7 +69,7 @@ class _Policies:
         for known in (name, *(one for one in every if one.replace("-", "_") == name), _engine.policy_name(name)):
             if known in every:
                 return _constructor(known, *every[known])
-        raise AttributeError(f"unknown policy {name}: {nearest(name, dir(self))}")
+        raise AttributeError(f"unknown policy {name}: {nearest(name, dir(self), 'kvreplay policies')}")
 
 
 policy = _Policies()

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 BESIDE = ("boundary", "eval", "backend", "seed")  # parameters of a label where two cells differ in nothing else
 LABELLED = ("trace", "policy", "params", "budget", *BESIDE)  # the columns of a cell that labels depend on
 Cell = tuple[str, ...]  # values of LABELLED
+LISTS = {"policy": "kvreplay show RUN --all", "metric": "kvreplay metrics", "trace": "kvreplay show RUN --each"}
 
 
 def pick(flag: str, what: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
     """`asked` in the order of `known`; a name that is not known is refused with the nearest."""
     for name in asked:
         if name not in known:
-            raise Error(flag, f"unknown {what}", nearest(name, known), name, Refusal.USAGE)
+            raise Error(flag, f"unknown {what}", nearest(name, known, LISTS.get(what, "")), name, Refusal.USAGE)
     return [name for name in known if name in asked]
 
 
