@@ -66,7 +66,7 @@ const Refused refused[] = {
      "pyramid-infer: the selector reads the whole prompt: expected a policy whose layers are not nested, found "
      "a policy with nested layers"},
     {"streaming-llm:positions=cache,store=quantised",
-     "streaming-llm: the policy sets the store by its parameter positions: expected positions=original or cache, found "
+     "streaming-llm: the policy sets the store by its parameter positions: expected store=exact or cache, found "
      "store=quantised"},
     {"h2o:schedule=online,agg=max",
      "h2o: schedule=online averages over the query heads of a group: expected agg=mean, "
@@ -86,7 +86,7 @@ const Refused refused[] = {
     {"simlayerkv:select=stride",
      "simlayerkv: the allocator needs scores: expected a score, or allocate=uniform, found no score"},
     {"snapkv:schedule=question-blocks(9,relevance)",
-     "snapkv: order=relevance needs cache positions: expected store=cache (positions=cache), or "
+     "snapkv: order=relevance needs cache positions: expected store=cache, or "
      "order=position, found tokens at their original positions"},
     {"local:schedule=online",
      "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found no "

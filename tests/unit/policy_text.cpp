@@ -195,6 +195,16 @@ TEST(ComposedPolicy, PartsByNameFillThePlan) {
   EXPECT_TRUE(plan("snapkv:store=quantised").store->changes_tokens());
 }
 
+TEST(ComposedPolicy, PositionsOfAPolicyAreTheStore) {
+  for (const char* name : {"streaming-llm", "finch", "sca"}) {
+    const auto label = [&](const char* value) { return ConfiguredPolicy::parse(std::string(name) + value).label(); };
+    EXPECT_EQ(label(":store=cache"), label(":positions=cache"));
+    EXPECT_EQ(label(":store=exact"), label(":positions=original"));
+    EXPECT_NE(label(":store=cache"), label(":store=exact"));
+    EXPECT_THROW(label(":store=cache,positions=cache"), Error);
+  }
+}
+
 TEST(ComposedPolicy, ItsTextIsTheSamePolicyAgain) {
   for (const char* text :
        {"h2o:select=chunks,chunk=10,allocate=pyramid,beta=5", "random:schedule=threshold(0.5,0.25)",

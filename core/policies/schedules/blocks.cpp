@@ -15,8 +15,8 @@ Requirements BlockSchedule::required() const {
   Requirements all = Schedule::required();
   if (slots_ == Slots::by_relevance) {
     all.push_back({Property::has_score, "order=relevance needs a score", "order=position, or a score"});
-    all.push_back({Property::cache_positions, "order=relevance needs cache positions",
-                   "store=cache (positions=cache), or order=position"});
+    all.push_back(
+        {Property::cache_positions, "order=relevance needs cache positions", "store=cache, or order=position"});
   }
   return all;
 }

@@ -136,9 +136,15 @@ void ConfiguredPolicy::place_parts(std::vector<std::pair<std::string, std::strin
       rest.emplace_back(key, value);
       continue;
     }
-    if (kind->value == PartKind::store && own.find("positions") != nullptr)
-      throw Error{Refusal::usage, name_, "the policy sets the store by its parameter positions",
-                  "positions=original or cache", "store=" + value};
+    if (kind->value == PartKind::store && own.find("positions") != nullptr) {
+      if (value == "exact" ||
+          value == "cache") {  // the parameter of these policies selects between the same two stores
+        rest.emplace_back("positions", value == "cache" ? "cache" : "original");
+        continue;
+      }
+      throw Error{Refusal::usage, name_, "the policy sets the store by its parameter positions", "store=exact or cache",
+                  "store=" + value};
+    }
     if (std::ranges::find(parts_, kind->value, &Placed::kind) != parts_.end())
       throw Error{Refusal::usage, name_, "given more than once", "one value", key};
     const std::string part_name = value.substr(0, value.find('('));
