@@ -435,7 +435,7 @@ def test_policies_are_put_together_from_parts(policy: str, traces: Path, tmp_pat
     # Its label is the same policy again.
     again = json.loads(done(*words, "-p", cell["label"], "--json", folder=tmp_path))
     [same] = [cell for cell in again["cells"] if cell["role"] == "asked"]
-    assert (same["id"], same["params"], same["state"]) == (cell["id"], cell["params"], "skipped")
+    assert (same["cell"], same["params"], same["state"]) == (cell["cell"], cell["params"], "skipped")
 
 
 def test_a_hybrid_is_two_ranges_of_layers(traces: Path, tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_a_budget_of_the_tokens_seen_is_another_cell(traces: Path, tmp_path: Pat
     words = ["-p", f"snapkv:{WINDOW}", "-p", "h2o-online", "-b", "0.5,0.5@seen"]
     found = json.loads(done("replay", traces / "fixture.h5", *words, "--json", folder=tmp_path))
     cells = {(cell["policy"], cell["budget"]): cell for cell in found["cells"] if cell["role"] == "asked"}
-    assert len(cells) == len({cell["id"] for cell in cells.values()}) == 4
+    assert len(cells) == len({cell["cell"] for cell in cells.values()}) == 4
     assert {cell["budget_tokens"] for cell in cells.values()} == {6}
     once, of_seen = (cells["snapkv", budget]["values"] for budget in ("0.5", "0.5@seen"))
     assert once == of_seen, "decided when all of the prompt has been seen"
@@ -629,7 +629,7 @@ def test_pages_are_kept_whole_and_for_the_layer(traces: Path, tmp_path: Path) ->
     same = "h2o:recent=16,select=chunks,chunk=16,window_mode=whole,heads=layer"
     put_in = ["-p", same, "-b", "100", "-o", "run", "--json"]
     [again, *_] = json.loads(done("replay", traces / "long.h5", *put_in, folder=tmp_path))["cells"]
-    assert (again["id"], again["state"]) == (found["id"], "skipped"), "nothing but these parts"
+    assert (again["cell"], again["state"]) == (found["cell"], "skipped"), "nothing but these parts"
 
 
 def test_an_engine_gives_every_policy_its_rules(traces: Path, tmp_path: Path) -> None:
@@ -638,7 +638,7 @@ def test_an_engine_gives_every_policy_its_rules(traces: Path, tmp_path: Path) ->
     parts = "select=chunks,chunk=16,window_mode=whole"
     same = f"knorm:{parts},protect=(sinks=32,recent=128)"
     [again, *_] = json.loads(done(*words, "-p", same, folder=tmp_path))["cells"]
-    assert (again["id"], again["state"]) == (found["id"], "skipped"), "nothing but these parts"
+    assert (again["cell"], again["state"]) == (found["cell"], "skipped"), "nothing but these parts"
     for option in (["--structure", "page=16"], ["--protect", "sinks=4"]):
         answer = kvreplay(*words, "-p", "knorm", "--engine", "vllm", *option, folder=tmp_path)
         assert answer.code == 2

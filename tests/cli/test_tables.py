@@ -120,7 +120,7 @@ def test_show_prints_the_json_of_replay(traces: Path) -> None:
     assert shown == replayed
     part = json.loads(done("show", "out", "--json", "-p", "knorm", "-b", "0.4", "--traces", "t1,t3", folder=traces))
     asked = [(cell["trace"], cell["policy"]) for cell in part["cells"] if cell["role"] == "asked"]
-    assert asked == [("t1", "knorm"), ("t3", "knorm")] and [one["name"] for one in part["traces"]] == ["t1", "t3"]
+    assert asked == [("t1", "knorm"), ("t3", "knorm")] and [one["trace"] for one in part["traces"]] == ["t1", "t3"]
     assert {cell["budget"] for cell in part["cells"]} == {"0.4"}
 
 

@@ -58,7 +58,9 @@ def copied(file: Path, folder: Path, name: str, changed: Callable[[bytes], bytes
 
 def test_a_plugin_is_replayed_beside_what_is_built_in(plugins: Path, tmp_path: Path) -> None:
     mine = plugins / "mine.so"
-    alone = {cell["policy"]: cell["id"] for cell in replay(tmp_path, "-p", "snapkv", "-b", "0.1", out="alone")["cells"]}
+    alone = {
+        cell["policy"]: cell["cell"] for cell in replay(tmp_path, "-p", "snapkv", "-b", "0.1", out="alone")["cells"]
+    }
     words = ["--plugin", mine, "-p", "mine,snapkv:window=16,pool=none", "-b", "0.1"]
     table = done("replay", TRACE, *words, *FEW, "-o", "out", folder=tmp_path)
     [row] = [line.split() for line in table.splitlines() if line.startswith("mine ")]

@@ -13,6 +13,7 @@
 #include <optional>
 #include <utility>
 
+#include "analysis/run_json.h"
 #include "arguments.h"
 #include "commands.h"
 #include "error.h"
@@ -106,13 +107,7 @@ int run(const Arguments& arguments) {
   if (arguments.given("json")) {
     Json document{{"output", output.string()}, {"folders", summary.folders},   {"traces", summary.traces},
                   {"cells", summary.cells},    {"warnings", summary.warnings}, {"failed", Json::array()}};
-    for (const CellRecord& cell : summary.failed)
-      document["failed"].push_back({{"trace", cell.trace},
-                                    {"id", cell.id},
-                                    {"policy", cell.policy},
-                                    {"params", cell.params},
-                                    {"budget", cell.budget},
-                                    {"error", cell.error}});
+    for (const CellRecord& cell : summary.failed) document["failed"].push_back(cell_json(cell));
     print_json(document);
   } else {
     fmt::print("{} folders: {} traces, {} cells     {}\n", summary.folders, summary.traces, summary.cells,

@@ -22,42 +22,25 @@ namespace {
 Json as_json(const RunSummary& summary) {
   Json document{{"output", summary.output.string()}, {"open_loop", true},       {"self_check", summary.self_check},
                 {"warnings", summary.warnings},      {"traces", Json::array()}, {"cells", Json::array()}};
-  for (const TraceRecord& trace : summary.traces)
-    document["traces"].push_back({{"name", trace.name},
-                                  {"path", trace.path.string()},
-                                  {"hash", trace.hash},
-                                  {"model", trace.model},
-                                  {"synthetic", trace.synthetic},
-                                  {"prompt", trace.boundary},
-                                  {"continuation", trace.continuation()},
-                                  {"layers", trace.treated.size()},
-                                  {"query_heads", trace.query_heads},
-                                  {"kv_heads", trace.kv_heads},
-                                  {"n_queries", trace.n_queries},
-                                  {"observable_seconds", sum(trace.observable_seconds)},
-                                  {"read_observables", trace.read_observables},
-                                  {"error", trace.error}});
+  for (const TraceRecord& trace : summary.traces) {
+    Json& shown = document["traces"].emplace_back(input_json(trace));
+    shown.update({{"query_heads", trace.query_heads},
+                  {"kv_heads", trace.kv_heads},
+                  {"observable_seconds", sum(trace.observable_seconds)}});
+  }
   for (const CellRecord& cell : summary.cells) {
     Json values = Json::object(), live = Json::object();
     for (const auto& [name, value] : cell.values) {
       const double overall = cell.value(name);
       (is_live(name) ? live : values)[name.text()] = std::isnan(overall) ? Json() : Json(overall);
     }
-    document["cells"].push_back({{"trace", cell.trace},
-                                 {"id", cell.id},
-                                 {"role", cell.role},
-                                 {"policy", cell.policy},
-                                 {"params", cell.params},
-                                 {"label", cell.label},
-                                 {"heads", cell.heads},
-                                 {"budget", cell.budget},
-                                 {"budget_tokens", cell.budget_tokens},
-                                 {"kept_tokens", cell.kept_tokens},
-                                 {"select_seconds", cell.select_seconds()},
-                                 {"state", word(cell.state)},
-                                 {"error", cell.error},
-                                 {"values", values}});
-    if (!live.empty()) document["cells"].back()["live"] = live;
+    Json& shown = document["cells"].emplace_back(cell_json(cell));
+    shown.update({{"label", cell.label},
+                  {"heads", cell.heads},
+                  {"kept_tokens", cell.kept_tokens},
+                  {"select_seconds", cell.select_seconds()},
+                  {"values", values}});
+    if (!live.empty()) shown["live"] = live;
   }
   return document;
 }
