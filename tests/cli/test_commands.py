@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -119,8 +120,23 @@ def test_info_says_what_the_trace_is_and_serves(traces: Path) -> None:
     served = {policy["name"]: policy["served"] for policy in found["policies"]}
     assert served == {name: name not in ASK_FOR_MORE for name in POLICIES}
     assert found["estimate"]["seconds"] > 0
-    text = done("info", "--no-estimate", "fixture.h5", "long.h5", folder=traces)
+    text = done("info", "--no-estimate", "--each", "fixture.h5", "long.h5", folder=traces)
     assert "prompt 12 + continuation 4" in text and "prompt 512 + continuation 64" in text and "about" not in text
+
+
+def test_info_of_several_traces_is_a_table(traces: Path) -> None:
+    head, *rows, gap, total, _, _, each = done("info", "fixture.h5", "long.h5", folder=traces).splitlines()
+    assert re.split("  +", head) == ["trace", "model", "tokens", "layers", "heads", "dtype", "size", "spans"]
+    for row in rows:
+        cells = re.split("  +", row)
+        [found] = json.loads(done("info", "--json", "--no-estimate", f"{cells[0]}.h5", folder=traces))
+        assert cells[1] == found["model"]
+        assert cells[2:6] == [
+            f"{found['prompt']} + {found['continuation']}", str(found["layers"]),
+            f"{found['query_heads']}/{found['kv_heads']}", found["stored_dtype"],
+        ]  # fmt: skip
+        assert cells[7:] == [", ".join(span["name"] for span in found["spans"])] or not found["spans"]
+    assert gap == "" and total.split()[:2] == ["traces", "2,"] and each.startswith("--each")
 
 
 def test_info_counts_what_is_under_compression(traces: Path) -> None:

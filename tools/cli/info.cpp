@@ -25,6 +25,7 @@ namespace {
 
 constexpr Option options[] = {
     boundary_option,
+    {"each", 0, "", "", "print all facts of each trace (default: a table, where there are several)"},
     {"no-estimate", 0, "", "", "omit the estimates of time and memory"},
     plugin_option,
     json_option,
@@ -349,12 +350,50 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
   print_columns(rows);
 }
 
+/// "needle, question, answer".
+std::string span_names(const TraceHeader& header) {
+  std::string names;
+  for (const Span& span : header.spans) names += (names.empty() ? "" : ", ") + span.name;
+  return names;
+}
+
+/// A row for each trace, and the sum of their bytes.
+void print_table(const std::vector<ListedTrace>& traces) {
+  std::vector<TableRow> rows{{"trace", "model", "tokens", "layers", "heads", "dtype", "size", "spans"}};
+  std::size_t bytes = 0;
+  for (const ListedTrace& listed : traces) {
+    const std::string file = std::filesystem::path(listed.path).stem().string();
+    if (is_observables_file(listed.path)) {
+      rows.push_back({file, "stored observables"});
+      continue;
+    }
+    const Trace trace = Trace::open(listed.path);
+    check_hash(listed, trace.hash());
+    const TraceHeader& header = trace.header();
+    bytes += trace.tensor_bytes();
+    rows.push_back({file, header.model, fmt::format("{} + {}", header.prefill, header.continuation()),
+                    std::to_string(header.layers), fmt::format("{}/{}", header.query_heads, header.kv_heads),
+                    name_of(trace.layer(0).k.dtype), size_text(trace.tensor_bytes()), span_names(header)});
+  }
+  print_columns(rows);
+  fmt::print("\n");
+  print_columns({{"traces", fmt::format("{}, {} of tensors", traces.size(), size_text(bytes))},
+                 {"tokens", "prompt + continuation"},
+                 {"heads", "query heads / KV heads"},
+                 {"--each", "prints all facts of each trace"}});
+}
+
 int run(const Arguments& arguments) {
   for (const std::string& file : arguments.all(plugin_option.name)) load_plugin(file);
+  const std::vector<ListedTrace> traces = list_traces(arguments.operands());
+  if (traces.size() > 1 && !arguments.given("each") && !arguments.given("json")) {
+    print_table(traces);
+    return 0;
+  }
   Json document = Json::array();
   const bool json = arguments.given("json");
   const char* gap = "";
-  for (const ListedTrace& listed : list_traces(arguments.operands())) {
+  for (const ListedTrace& listed : traces) {
     const std::string& path = listed.path;
     if (is_observables_file(path)) {
       document.push_back({{"path", path}, {"kind", "stored observables"}});
@@ -379,8 +418,12 @@ int run(const Arguments& arguments) {
 
 }  // namespace
 
-const Command info_command{
-    "info",          "describes a trace: contents, replayable policies, estimated cost",   "TRACE...", options, run,
-    trace_list_help, "kvreplay info trace.h5\nkvreplay info traces --no-estimate --json\n"};
+const Command info_command{"info",
+                           "describes traces: contents, replayable policies, estimated cost; several traces: a table",
+                           "TRACE...",
+                           options,
+                           run,
+                           trace_list_help,
+                           "kvreplay info trace.h5\nkvreplay info traces\nkvreplay info traces --no-estimate --json\n"};
 
 }  // namespace kvreplay
