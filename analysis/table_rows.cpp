@@ -332,8 +332,30 @@ std::vector<TableColumn> TableRows::measured_columns() const {
     // Times are always shown: 0 where nothing was selected.
     if (!has_pooled && (title == "select" || title == skill_title || is_measured(column))) columns.push_back(column);
   }
+  for (const MetricName& name : variants_in_place_of_titles()) columns.push_back(metric_column(name));
   for (const MetricName& name : live_names_with_ways()) columns.push_back(metric_column(name));
   return columns;
+}
+
+/// The measured variants of each metric whose variant with a title was not measured: `--metrics
+/// attention_recall:oracle` has no column `recall`.
+std::set<MetricName> TableRows::variants_in_place_of_titles() const {
+  std::set<std::string> with_title, measured;
+  for (const std::string& title : metric_titles()) {
+    const MetricName name = *find_title(title);
+    if (is_live(name) || is_of_span(name)) continue;
+    with_title.insert(name.metric);
+    if (is_measured(metric_column(name))) measured.insert(name.metric);
+  }
+  std::set<MetricName> names;
+  for (const TracesRows& part : parts_)
+    for (const BudgetRows& budget : part.budgets)
+      for (const PolicyRow& row : budget.rows)
+        for (const CellRecord* cell : row.cells)
+          for (const auto& [name, values] : cell->values)
+            if (with_title.contains(name.metric) && !measured.contains(name.metric) && is_measured(metric_column(name)))
+              names.insert(name);
+  return names;
 }
 
 /// Of the live metrics with a title of their own: the names that tell how a number was measured.

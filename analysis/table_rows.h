@@ -88,6 +88,7 @@ class TableRows {
   bool may_be_best(const PolicyRow& row) const;
   TableColumn column_of(const std::string& text) const;
   std::vector<TableColumn> measured_columns() const;
+  std::set<MetricName> variants_in_place_of_titles() const;
   std::set<MetricName> live_names_with_ways() const;
   bool is_measured(const TableColumn& column) const;
   bool bytes_differ() const;

@@ -397,6 +397,14 @@ def test_the_reason_for_the_cpu_is_recorded_and_not_printed(run: tuple[Path, str
     assert reason.startswith("auto: ") and answer.code == 4 and reason.split(": ")[-1] in answer.err
 
 
+def test_a_variant_has_a_column_where_its_metric_has_no_other(run: tuple[Path, str], tmp_path: Path) -> None:
+    words = ["replay", run[0] / "t.h5", "-p", "h2o,snapkv", "-b", "0.2", "-o", "out", "--metrics"]
+    variants = done(*words, "attention_recall:oracle,attention_recall:nosink", folder=tmp_path)
+    assert "attention_recall:oracle" in variants and "attention_recall:nosink" in variants
+    both = done(*words, "attention_recall,attention_recall:nosink", "--force", folder=tmp_path)
+    assert "recall" in both and "attention_recall:nosink" not in both.partition("\ncolumns")[0]
+
+
 def test_columns_are_checked_before_the_run(run: tuple[Path, str], tmp_path: Path) -> None:
     words = ["replay", run[0] / "t.h5", "-p", "h2o", "-b", "0.2", "--metrics", "recall,needle", "-o", "out"]
     for columns, line in (
