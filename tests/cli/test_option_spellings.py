@@ -114,6 +114,17 @@ def test_a_letter_prints_the_version(tmp_path: Path) -> None:
     assert (in_python.code, in_python.out.split()) == (0, version.split()[:2])
 
 
+def test_help_in_a_pipe_has_80_columns(tmp_path: Path) -> None:
+    """Of every command. Examples, which are copied, are not wrapped."""
+    overview = done("help", folder=tmp_path)
+    commands = re.findall(r"^  ([a-z-]+)  ", overview.partition("exit codes")[0], re.MULTILINE)
+    assert len(commands) > 20
+    for words in (["help"], *([command, "--help"] for command in commands)):
+        answer = kvreplay(*words, folder=tmp_path, env=WITH_PYTHON)
+        assert answer.code == 0 and answer.out
+        assert [line for line in re.split("\nexamples:?\n", answer.out)[0].splitlines() if len(line) > 80] == []
+
+
 @pytest.mark.parametrize(
     "words",
     [["help"], ["replay", "--help"], ["policies"], ["policies", "snapkv"], ["metrics"], ["info", "fixture.h5"]],

@@ -42,6 +42,7 @@ MOST_LAYERS = 65535  # of a trace
 DESCRIPTION = """Captures queries, keys and values of a language model as a trace. The continuation is generated or
 given; then one pass over all tokens computes the layers. Each layer is written as soon as it is computed and checked
 against the attention output of the model."""
+USAGE = "kvreplay capture --model MODEL --prompts FILE -o FILE|DIR [options]"
 EXAMPLES = (
     "kvreplay capture --model ./model --prompts prompt.txt --generate 32 -o trace.h5",
     "kvreplay capture --model ./model --prompts longbench.jsonl -n 20 --device cuda -o traces/",
@@ -72,7 +73,7 @@ def _layers(text: str) -> Layers:
 
 def parser() -> Parser:
     """The options; every one has its help."""
-    build = Parser(prog="kvreplay capture", description=DESCRIPTION, examples=EXAMPLES, writes_files=True)
+    build = Parser(prog="kvreplay capture", usage=USAGE, description=DESCRIPTION, examples=EXAMPLES, writes_files=True)
     add = build.add_argument
     add_model_options(build)
     add_device_options(build)

@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <string>
@@ -18,19 +19,29 @@ constexpr std::size_t widest = 118;
 constexpr std::size_t least_width = 40;         // of the texts beside long options
 constexpr std::size_t widest_narrow_name = 24;  // beside its text
 
-/// Names of options and their texts in two columns. On a narrow terminal a long name has its own line.
-void print_options(const std::vector<std::pair<std::string, std::string>>& options) {
-  const std::size_t line = std::min(widest, terminal_width());
+/// Of the terminal; in a pipe or a file 80 characters, as the help of the commands in Python.
+std::size_t help_width() {
+  constexpr std::size_t in_a_pipe = 80;
+  return isatty(STDOUT_FILENO) == 0 ? in_a_pipe : std::min(widest, terminal_width());
+}
+
+/// Names and their texts in two columns. On a narrow terminal a long name has its own line.
+void print_pairs(const std::vector<std::pair<std::string, std::string>>& pairs) {
+  const std::size_t line = help_width();
   std::size_t names = 0;
-  for (const auto& [name, help] : options) names = std::max(names, name.size());
+  for (const auto& [name, text] : pairs) names = std::max(names, name.size());
   if (line < widest) names = std::min(names, widest_narrow_name);
   const std::size_t width = std::max(least_width, line - std::min(line, names + 4));
-  for (const auto& [name, help] : options) {
+  for (const auto& [name, text] : pairs) {
     std::string beside = name;
     if (name.size() > names) fmt::print("  {}\n", std::exchange(beside, ""));
-    for (const std::string& text : wrapped(help, width))
-      fmt::print("  {:{}}  {}\n", std::exchange(beside, ""), names, text);
+    for (const std::string& piece : wrapped(text, width))
+      fmt::print("  {:{}}  {}\n", std::exchange(beside, ""), names, piece);
   }
+}
+
+void print_paragraph(std::string_view text, std::size_t indent = 0) {
+  for (const std::string& line : wrapped(text, help_width() - indent)) fmt::print("{:{}}{}\n", "", indent, line);
 }
 
 constexpr Option options[] = {
@@ -70,32 +81,31 @@ std::span<const std::pair<const char*, const char*>> exit_codes() {
 }
 
 void print_overview() {
-  print_columns({{fmt::format("kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values",
-                              build_version)}});
+  print_paragraph(fmt::format("kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values",
+                              build_version));
   fmt::print("\n  kvreplay COMMAND ...\n\n");
-  std::vector<TableRow> rows;
-  for (const Command* command : commands()) rows.push_back({command->name, command->summary});
+  std::vector<std::pair<std::string, std::string>> rows;
+  for (const Command* command : commands()) rows.emplace_back(command->name, command->summary);
   for (const Command& companion : companions())
-    rows.push_back({companion.name,
-                    fmt::format("{}{}", companion.summary, find_companion(companion.name) ? "" : "  (not installed)")});
-  print_columns(rows, 2);
+    rows.emplace_back(companion.name, fmt::format("{}{}", companion.summary,
+                                                  find_companion(companion.name) ? "" : "  (not installed)"));
+  print_pairs(rows);
   fmt::print("\n");
-  print_columns({{"kvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version."},
-                 {fmt::format("Every command accepts -q (--quiet): {}.", quiet_option.help)}});
+  print_paragraph("kvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version.");
+  print_paragraph(fmt::format("Every command accepts -q (--quiet): {}.", quiet_option.help));
   fmt::print("\nexit codes\n");
-  rows.clear();
-  for (const auto& [code, meaning] : exit_codes()) rows.push_back({code, meaning});
-  print_columns(rows, 2);
+  rows.assign(exit_codes().begin(), exit_codes().end());
+  print_pairs(rows);
 }
 
 void print_help(const Command& command) {
   fmt::print("{}\n", synopsis(command));
-  print_columns({{command.summary}}, 2);
+  print_paragraph(command.summary, 2);
   std::vector<std::pair<std::string, std::string>> rows;
   const char* group = "options";
   const auto print_group = [&](const char* next) {
     if (!rows.empty()) fmt::print("\n{}\n", group);
-    print_options(std::exchange(rows, {}));
+    print_pairs(std::exchange(rows, {}));
     group = next;
   };
   for (const Option& option : all_options(command)) {
@@ -106,7 +116,13 @@ void print_help(const Command& command) {
   print_group(nullptr);
   if (command.details != nullptr) {
     fmt::print("\n");
-    for (const std::string& line : split(command.details(), '\n')) print_columns({{line}});
+    for (const std::string& line : split(command.details(), '\n')) {
+      const std::size_t indent = line.find_first_not_of(' ');
+      if (line.size() <= help_width())
+        fmt::print("{}\n", line);
+      else
+        print_paragraph(line.substr(indent), indent);
+    }
   }
   if (*command.examples != '\0') {
     fmt::print("\nexamples\n");

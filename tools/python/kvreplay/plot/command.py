@@ -17,6 +17,7 @@ from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, require_format, require_least, require_paths, say_notes
 from kvreplay.run_folder import require_run
 from kvreplay.run_names import check_names, split_policies
+from kvreplay.tables import wrapped
 
 if TYPE_CHECKING:
     from kvreplay.plot.style import Drawing
@@ -65,7 +66,9 @@ def parser() -> Parser:
         prog="kvreplay plot",
         usage="kvreplay plot KIND RUN [options]",
         writes_files=True,
-        description="Draws figures of a finished run. Numbers are open loop: queries as captured under the full cache.",
+        description="\n".join(
+            wrapped("Draws figures of a finished run. Numbers are open loop: queries as captured under the full cache.")
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         examples=(
             "kvreplay plot curve out --metric attention_recall",
@@ -110,7 +113,10 @@ def parser() -> Parser:
     of_kinds("--head", metavar="N", type=int, help="query head (default: the mean over heads)")
     of_kinds("--of", choices=("keys", "values"), help="vectors to compare (default: both)")
     found.epilog = "kinds of figure, with the selection options that they accept:\n" + "\n".join(
-        f"  {name:<11}{kind.summary}\n{'':13}{' '.join(map(found.flag, kind.reads))}" for name, kind in KINDS.items()
+        line
+        for name, kind in KINDS.items()
+        for text in (f"  {name:<11}{kind.summary}", f"{'':13}{' '.join(map(found.flag, kind.reads))}")
+        for line in wrapped(text, " " * 13)
     )
     return found
 
@@ -139,7 +145,7 @@ def check_kind(arguments: argparse.Namespace) -> None:
     if arguments.kind not in KINDS:
         word = arguments.kind.lower()
         kinds = [name for name, kind in KINDS.items() if word in kind.summary.lower()]  # heatmap shows the Jaccard
-        expected = nearest(kinds[0] if len(kinds) == 1 else word, KINDS)
+        expected = nearest(kinds[0] if len(kinds) == 1 else word, KINDS, "kvreplay plot --help")
         if arguments.run is None and Path(arguments.kind).exists():
             raise Error("plot", "no kind of figure before RUN", "one of " + ", ".join(KINDS), "", Refusal.USAGE)
         raise Error("plot", "unknown kind of figure", expected, arguments.kind, Refusal.USAGE)

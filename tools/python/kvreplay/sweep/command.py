@@ -25,7 +25,7 @@ EXAMPLES = (
 
 def parser() -> Parser:
     """The options of the sweep; every other word is the replay's."""
-    made = Parser(prog="kvreplay sweep", usage="kvreplay sweep @EXPERIMENT.yaml | TRACE... -p POLICY,... -b BUDGET,... "
+    made = Parser(prog="kvreplay sweep", usage="kvreplay sweep @EXPERIMENT.yaml | TRACE... -p POLICY -b BUDGET "
                   "[options]", description=DESCRIPTION, writes_files=True,
                   examples=EXAMPLES)  # fmt: skip
     add = made.add_argument
