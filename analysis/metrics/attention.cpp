@@ -84,8 +84,10 @@ const RegisteredMetric attention_recall_metric{{
     .formula = "sum over K' of a(t,j) / sum over all j of a(t,j), which is 1 without sink logits; K' = visible kept "
                "keys before the boundary, all visible keys from the boundary on, and t itself",
     .source = "kvreplay; mean over eval queries and query heads, then over layers",
-    .edges = "exactly 1 when every token is kept; 0/0 -> 1 in :prompt, :nosink and :unprotected; :oracle and "
-             ":unprotected are undefined for dynamic sets; :worst of a single query is the value of that query",
+    .edges =
+        "exactly 1 when every token is kept; 0/0 -> 1 in :prompt, :nosink and :unprotected; :oracle and "
+        ":unprotected are undefined for dynamic sets and for sparse reads, even where every query reads every token; "
+        ":worst of a single query is the value of that query",
     .variants = {{"", "over all visible keys", OfMoments{{recall, recall}}, true},
                  {"oracle",
                   "attention recall of the best static set with the same token counts: an upper bound for static sets",
