@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import h5py
 import pytest
 from shown_commands import CODE, CONSOLE, GENERATED, ROOT, code_of_the_tree, commands, replayed, run, without_times
 
@@ -22,6 +23,7 @@ DOCS = [
     "docs/regret.md",
     "docs/writing-policies.md",
     "core/policies/README.md",
+    "traces/FORMAT.md",
 ]
 PAGES = [README, *(ROOT / page for page in DOCS)]
 SHOWN_CODE = [(page, found) for page in PAGES for found in CODE.findall(page.read_text())]
@@ -103,6 +105,26 @@ def test_python_of_its_page_runs():
 def test_generated_parts_are_up_to_date(page, found):
     _, command, shown, _ = found
     assert run(command) == shown
+
+
+def test_the_shown_violations_are_those_of_validate(tmp_path):
+    """Of a file that a writer of another program might have left."""
+    [shown] = re.findall(
+        r"```\n(exported\.h5: invalid\n.*?)```", (ROOT / "traces" / "FORMAT.md").read_text(), re.DOTALL
+    )
+    run(f"kvreplay synth gaussian --layers 2 --prompt 64 -o {tmp_path}/exported.h5")
+    with h5py.File(tmp_path / "exported.h5", "r+") as file:
+        del file["model"].attrs["softmax_scale"]
+        file["model"].attrs["softmax_scale"] = 1
+        whole = file["layers/001/v"][()]
+        del file["layers/001/v"]
+        chunks = (1, whole.shape[1] // 4, whole.shape[2])
+        part = file["layers/001"].create_dataset("v", whole.shape, whole.dtype, chunks=chunks)
+        for index in range(7):
+            head, quarter = divmod(index, 4)
+            block = slice(quarter * chunks[1], (quarter + 1) * chunks[1])
+            part[head, block] = whole[head, block]
+    assert run(f"cd {tmp_path} && (kvreplay validate exported.h5 || [ $? = 1 ])") == shown
 
 
 def test_tables_of_the_format_page_are_those_of_the_schema():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from program import done
 
+THREADS_PAGE = Path(__file__).parents[2] / "docs" / "threads.md"
 BEGIN = """
 import multiprocessing, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -64,11 +65,13 @@ def test_a_forked_process_replays_on_one_thread(small: Path) -> None:
 
 
 def test_more_threads_in_a_forked_process_are_refused(small: Path) -> None:
-    run = python(FORKED, small, "fork", "{'threads': 2}", seconds=60)
+    """The message is that of the page."""
+    run = python(FORKED, small, "fork", "{'threads': 4}", seconds=60)
     assert run.stdout == (
         "--threads: a forked process cannot start more threads: expected threads=1, or multiprocessing with the "
-        "spawn method, found 2\n"
+        "spawn method, found 4\n"
     )
+    assert f"```\n{run.stdout}```" in THREADS_PAGE.read_text()
 
 
 def test_processes_that_are_forked_before_any_replay_have_all_threads(small: Path) -> None:
