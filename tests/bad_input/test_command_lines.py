@@ -20,6 +20,7 @@ REPLAY = "replay fixture.h5"
 H2O = f"{REPLAY} -p h2o -b 0.5"
 NAMES = subprocess.run([PROGRAM, "policies", "--names"], capture_output=True, text=True, check=True).stdout.split()
 POLICIES = f"one of {len(NAMES)} names, such as "
+LISTED = "(see kvreplay policies)"
 QUESTION = "question=last,question_tokens=6"
 COVER = "layers: ranges must cover each treated layer once: expected 0-3, found"
 SPANS = "one of context, question, answer"
@@ -145,11 +146,15 @@ LINES: list[tuple[int, str, str]] = [
     ),
     # policies
     (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: did you mean snapkv?"),
-    (USAGE, f"{REPLAY} -p zzzzzzzz -b 0.5", f"zzzzzzzz: unknown policy: expected {POLICIES}"),
+    (
+        USAGE,
+        f"{REPLAY} -p zzzzzzzz -b 0.5",
+        f"zzzzzzzz: unknown policy: expected {POLICIES}ada-kv, caote, cap-kv {LISTED}, found zzzzzzzz",
+    ),
     (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", '--policy: empty list element: found "h2o,,full"'),
     (USAGE, f"{REPLAY} -p h2o, -b 0.5", '--policy: empty list element: found "h2o,"'),
     (USAGE, f"{REPLAY} -p snapkv: -b 0.5", 'snapkv: empty list element: found ""'),
-    (USAGE, f"{REPLAY} -p : -b 0.5", f"policy: no name: expected {POLICIES}"),
+    (USAGE, f"{REPLAY} -p : -b 0.5", f"policy: no name: expected {POLICIES}pq, cur, dms {LISTED}"),
     (
         USAGE,
         f"{REPLAY} -p window=3 -b 0.5",

@@ -7,8 +7,8 @@ import sys
 from kvreplay.program import exit_code
 
 USAGE = """kvreplay python COMMAND ...
-  Runs any command of kvreplay with policies written in Python. All commands call
-  it for a policy -p FILE.py:NAME.
+  Runs any command of kvreplay with policies written in Python. All commands
+  call it for a policy -p FILE.py:NAME.
   kvreplay help COMMAND prints the options of a command.
 
 examples
