@@ -23,8 +23,8 @@ std::condition_variable& change() {
   return *made;
 }
 
-/// Returns while the interpreter still gives its lock to other threads, and in the thread that has it: at the end of the
-/// interpreter, this thread deletes the traces in memory that are left.
+/// Returns while the interpreter still gives its lock to other threads, and in the thread that has it: at the end of
+/// the interpreter, this thread deletes the traces in memory that are left.
 void require_interpreter() {
   if (PyGILState_Check() != 0) return;
   {
