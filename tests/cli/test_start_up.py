@@ -14,7 +14,7 @@ from kvreplay.run_names import check_names
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-LARGE = {"bokeh", "dask", "distributed", "matplotlib", "pandas", "pyarrow", "scipy", "torch", "transformers"}
+LARGE = {"bokeh", "dask", "distributed", "duckdb", "matplotlib", "pandas", "pyarrow", "scipy", "torch", "transformers"}
 REPLAY = "none.h5 -p snapkv -b 0.1"
 MISSING_FILES = {
     "kvreplay-capture": ["--model none.gguf --prompt x -o t.h5", "--model ./none --prompt x -o t.h5"],
@@ -28,8 +28,10 @@ MISSING_FILES = {
     "kvreplay-python": [f"replay {REPLAY}"],
     "kvreplay-regret": [REPLAY],
     "kvreplay-report": ["none"],
+    "kvreplay-sql": ["select none"],
     "kvreplay-sweep": [REPLAY],
     "kvreplay-tune": [REPLAY, f"trace.h5 {REPLAY.partition(' ')[2]} --metric kld --model none.gguf"],
+    "kvreplay-why": ["none -p snapkv -t 5"],
 }
 UNKNOWN_NAMES = {
     "kvreplay-check trace.h5 trace.npz -p snapvk -b 0.1": "snapvk: unknown policy: did you mean snapkv?",
@@ -47,6 +49,8 @@ UNKNOWN_NAMES = {
     "kvreplay-report run -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-report run --baseline snapvk": "--baseline: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-report run -b 7": "-b: unknown budget: expected one of 0.5, 6, found 7",
+    "kvreplay-why trace.h5 -p snapvk -t 5": "snapvk: unknown policy: did you mean snapkv?",
+    "kvreplay-why trace.h5 -p snapkv,h2o -t 5": "-p: policies: expected one, found snapkv, h2o",
     "kvreplay-tune trace.h5 -p snapvk -b 0.1": "snapvk: unknown policy: did you mean snapkv?",
     "kvreplay-tune trace.h5 -p snapkv -b 0.1 --metric recal": "recal: unknown metric: did you mean attention_recall?",
     "kvreplay-tune trace.h5 -p snapkv -b 0.1 --metric kld": "--metric: kld is measured in the live model",

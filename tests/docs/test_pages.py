@@ -20,6 +20,7 @@ DOCS = [
     "docs/cluster.md",
     "docs/report.md",
     "docs/python.md",
+    "docs/questions.md",
     "docs/regret.md",
     "docs/writing-policies.md",
     "core/policies/README.md",

@@ -42,10 +42,14 @@ constexpr Command companion_table[] = {
      regret_options, nullptr, nullptr, regret_examples},
     {"report", "writes one offline HTML page of a run: table, curves, kept tokens", report_operands, report_options,
      nullptr, nullptr, report_examples},
+    {"sql", "runs an SQL query over the results, kept sets, tokens, spans and attention of a run", sql_operands,
+     sql_options, nullptr, nullptr, sql_examples},
     {"sweep", "runs a replay as tasks on many workers: local processes, Dask or Slurm", sweep_operands, sweep_options,
      nullptr, nullptr, sweep_examples},
     {"tune", "fits parameters or layer budgets on some traces and reports them on held-out traces", tune_operands,
      tune_options, nullptr, nullptr, tune_examples},
+    {"why", "explains why a policy keeps or evicts one token, and which query attends to it later", why_operands,
+     why_options, nullptr, nullptr, why_examples},
 };
 
 }  // namespace

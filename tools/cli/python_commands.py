@@ -22,8 +22,8 @@ kvreplay.__path__.append(str(TOOLS))  # of kvreplay.capture and kvreplay.live
 MODULES = {
     "capture": "capture.command", "check": "conformance.command", "compare": "compare.command",
     "example": "example_trace", "export": "export", "live": "live.command", "plot": "plot.command",
-    "predict": "predict.command", "regret": "bounds.command", "report": "report.command", "sweep": "sweep.command",
-    "tune": "tune.command",
+    "predict": "predict.command", "regret": "bounds.command", "report": "report.command", "sql": "sql",
+    "sweep": "sweep.command", "tune": "tune.command", "why": "why",
 }  # fmt: skip
 OF_EVERY_COMMAND = ("help", "quiet", "version")
 

@@ -564,6 +564,10 @@ class Run:
         sums = group["eval_attention"][layer] if head is None else group["eval_attention_heads"][layer, head]
         return np.asarray(sums, dtype=float) / int(group.attrs["n_queries"])
 
+    def has_attention_of_heads(self, name: str) -> bool:
+        """Whether `eval_attention` of single heads was saved for a trace."""
+        return "eval_attention_heads" in self._trace_group(name)
+
     def texts(self, name: str) -> tuple[list[str], list[str]] | None:
         """Two texts for each of the T tokens of a trace: the text before it that belongs to no token, and its own text.
 
