@@ -1,6 +1,7 @@
 // The parts of plans by name, so that a user can put one into any policy: select=chunks, schedule=threshold(4000,2000).
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -26,6 +27,8 @@ class PlanPart {
  public:
   virtual ~PlanPart() = default;
   virtual Parameters parameters() = 0;
+  /// The default of every seed parameter of the values that it reads as text.
+  virtual void set_seed(std::uint64_t) {}
   /// Fills its member of the plan.
   virtual void fill(Plan& plan) const = 0;
 };
@@ -75,6 +78,9 @@ struct RegisteredPart {
       Parameters declared{T::name};
       value.parameters(declared);
       return declared;
+    }
+    void set_seed(std::uint64_t seed) override {
+      if constexpr (requires { value.set_seed(seed); }) value.set_seed(seed);
     }
     void fill(Plan& plan) const override { value.fill(plan); }
   };

@@ -28,9 +28,11 @@ def trace_of(keys: Array, values: Array | None, **more: object) -> kv.Trace:
 
 
 class Stored:
-    def __init__(self, trace: kv.Trace, store: str, layer: int = 0, policy: str = "full", budget: int = 4) -> None:
+    def __init__(
+        self, trace: kv.Trace, store: str, layer: int = 0, policy: str = "full", budget: int = 4, seed: int = 0
+    ) -> None:
         text = f"{policy}:store={store}"
-        run = kv.replay(trace, text, budget, metrics="kv_bytes", progress=False)
+        run = kv.replay(trace, text, budget, metrics="kv_bytes", progress=False, seed=seed)
         label = max(run.cells["label"][run.cells["policy"] == policy], key=len)
         found = run.stored(label, budget, trace).layer(layer)
         self.keys, self.values, self.bytes, self.positions = found.keys, found.values, found.bytes, found.positions
@@ -235,6 +237,21 @@ def test_codebook_of_turboquant() -> None:
     # The squared norm of the decoded vector counts the centroids 0.453 and 1.51 / sqrt(d) by their probabilities.
     expected = 1 - 0.1175
     assert ((found**2).sum(axis=1) / norms**2).mean() == pytest.approx(expected, rel=0.01)
+
+
+def test_the_seed_of_a_run_reaches_formats_in_parentheses() -> None:
+    """It is the default of every seed, also in the parentheses of a format of keys or values."""
+    rows = rows_of(16)
+    trace = trace_of(rows, rows)
+
+    def keys(store: str, seed: int) -> Array:
+        return Stored(trace, store, seed=seed).keys
+
+    other = keys("turboquant(seed=5)", 0)
+    assert (other != keys("turboquant", 0)).any()
+    for store in ("turboquant", "kv(turboquant,exact)", "kv(turboquant(seed=5),exact)"):
+        np.testing.assert_array_equal(keys(store, 5), other)
+    np.testing.assert_array_equal(keys("kv(turboquant(seed=0),exact)", 5), keys("turboquant", 0))
 
 
 @pytest.mark.parametrize(

@@ -210,9 +210,9 @@ TEST(ComposedPolicy, ItsTextIsTheSamePolicyAgain) {
        {"h2o:select=chunks,chunk=10,allocate=pyramid,beta=5", "random:schedule=threshold(0.5,0.25)",
         "snapkv:window=16,score=window", "snapkv:store=quantised,bits=4", "snapkv:store=quantised(residual=0,bits=4)",
         "snapkv:store=kv(fp8_e4m3(scale=head),q8_0),hadamard=16,skip_layers=(0,2)",
-        "local:score=cumulative,select=chunks(7)", "sca:schedule=threshold(4000,2000)",
-        "finch:question=last,order=relevance", "hybrid:chunkkv.chunk=20,snapkv.window=4",
-        "oracle:counts=(h2o:select=chunks,chunk=3)",
+        "full:store=kv(turboquant(bits=2),turboquant(seed=3))", "local:score=cumulative,select=chunks(7)",
+        "sca:schedule=threshold(4000,2000)", "finch:question=last,order=relevance",
+        "hybrid:chunkkv.chunk=20,snapkv.window=4", "oracle:counts=(h2o:select=chunks,chunk=3)",
         "layers:0-1=(chunkkv:chunk=20),2=snapkv,3=(h2o:schedule=threshold(8,4))"}) {
     SCOPED_TRACE(text);
     const ConfiguredPolicy policy = ConfiguredPolicy::parse(text);

@@ -51,14 +51,17 @@ struct KeysAndValuesPart : FormatStore {
   static constexpr const char* summary = "keys and values in separate number formats, such as kv(q8_0,q4_0)";
 
   std::string keys = "exact", values = "exact";
+  std::uint64_t seed = 0;
 
   void parameters(Parameters& p) {
     const auto read = p.of_part("store");
     constexpr const char* range = "exact, or the name of a store that is a number format";
-    p.add("keys", keys, range, normal_format, "format of keys");
-    p.add("values", values, range, normal_format, "format of values");
+    const auto normal = [this](std::string_view text) { return normal_format(text, seed); };
+    p.add("keys", keys, range, normal, "format of keys");
+    p.add("values", values, range, normal, "format of values");
     FormatStore::parameters(p);
   }
+  void set_seed(std::uint64_t given) { seed = given; }
   void fill(Plan& plan) const {
     FormatStore formats = *this;
     formats.keys = parse_format(keys)->format();

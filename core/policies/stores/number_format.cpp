@@ -24,21 +24,23 @@ Registry<FormatCard>& number_formats() {
   return formats;
 }
 
-std::unique_ptr<ConfiguredFormat> parse_format(std::string_view text) {
+std::unique_ptr<ConfiguredFormat> parse_format(std::string_view text, std::uint64_t seed) {
   const PartText parsed = PartText::parse(text);
   std::unique_ptr<ConfiguredFormat> format = number_formats().get(parsed.name).make();
   Parameters parameters = format->parameters();
+  for (const Parameter& parameter : parameters.all())
+    if (parameter.is_seed) parameter.set(std::to_string(seed));
   for (const auto& [name, value] : parsed.assignments(parameters)) parameters.set(name, value);
   return format;
 }
 
-std::string normal_format(std::string_view text) {
+std::string normal_format(std::string_view text, std::uint64_t seed) {
   const std::string name = PartText::parse(text).name;
-  const std::unique_ptr<ConfiguredFormat> format = parse_format(text), fresh = number_formats().get(name).make();
+  const std::unique_ptr<ConfiguredFormat> format = parse_format(text, seed), fresh = number_formats().get(name).make();
   const Parameters parameters = format->parameters(), defaults = fresh->parameters();
   std::string values;
   for (const Parameter& parameter : parameters.all())
-    if (parameter.text() != defaults.find(parameter.name)->text())
+    if (parameter.is_seed || parameter.text() != defaults.find(parameter.name)->text())
       values += (values.empty() ? "" : ",") + parameter.assignment();
   return values.empty() ? name : name + "(" + values + ")";
 }

@@ -1,6 +1,7 @@
 // Number formats of quantised caches. Each is a store of its name, and a format of keys or values in store=kv.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -44,10 +45,10 @@ struct FormatCard {
 
 Registry<FormatCard>& number_formats();
 
-/// "NAME" or "NAME(VALUE,...)". Throws Error{usage}.
-std::unique_ptr<ConfiguredFormat> parse_format(std::string_view text);
-/// The same with the values that differ from the defaults: equal text, equal format.
-std::string normal_format(std::string_view text);
+/// "NAME" or "NAME(VALUE,...)"; `seed` is the default of every seed parameter. Throws Error{usage}.
+std::unique_ptr<ConfiguredFormat> parse_format(std::string_view text, std::uint64_t seed = 0);
+/// The same with its seeds and the values that differ from the defaults: equal text, equal format.
+std::string normal_format(std::string_view text, std::uint64_t seed);
 
 /// Adds the format, and the store of its name (format_store.cpp).
 void register_format(FormatCard card);

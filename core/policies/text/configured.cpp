@@ -101,6 +101,7 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
     }
   }
   configured.place_parts(values);
+  for (const Placed& placed : configured.parts_) placed.part->set_seed(seed);
   for (const auto& [key, value] : values)
     if (!configured.given_.insert(key).second)
       throw Error{Refusal::usage, configured.name_, "given more than once", "one value", key};
