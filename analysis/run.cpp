@@ -250,13 +250,15 @@ bool saves_scores(std::span<const LayerPlan> plans) {
 /// B of the policy on this trace.
 int tokens_of(const Budget& budget, const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
   if (budget.bytes == 0) return budget.tokens(conditions.boundary);
-  const double slice = slice_bytes(trace, conditions, policy);
-  if (budget.bytes < slice)
-    throw Error{Refusal::usage, "budget " + budget.literal,
-                "too small for one token of " + policy.label() + " in " + trace.name(),
-                fmt::format("at least {:g} KiB, one token in each head of each layer", std::ceil(slice / 1.024) / 1000),
-                budget.literal};
-  return budget.tokens(conditions.boundary, slice);
+  const BytesOfTokens bytes_of = bytes_of_tokens(trace, conditions, policy);
+  const int tokens = budget.tokens(conditions.boundary, bytes_of);
+  if (tokens == 0)
+    throw Error{
+        Refusal::usage, "budget " + budget.literal,
+        "too small for one token of " + policy.label() + " in " + trace.name(),
+        fmt::format("at least {:g} KiB, one token in each head of each layer", std::ceil(bytes_of(1) / 1.024) / 1000),
+        budget.literal};
+  return tokens;
 }
 
 /// A policy, and what its cells say of it on any trace and at any budget.

@@ -30,6 +30,10 @@ struct Partner {
 
 /// Every plan has one, which many plans may share.
 struct Store {
+  /// Bytes of `tokens` kept tokens in each KV head of a layer, which has this number among the treated ones of the
+  /// plan. They rise with the tokens, by less or as much for each next one: other divisions of equal tokens take no
+  /// more.
+  using Bytes = std::function<double(const LayerTensors&, int layer, int tokens)>;
   /// What a store that changes tokens makes of a layer. `kept` is the set at the end of the prompt.
   using Apply = std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet& kept, const Partner&)>;
 
@@ -38,6 +42,8 @@ struct Store {
   Requirements required = {};   // what the other parts of its plan must provide
   bool moves_tokens = false;    // kept tokens move to their slots 0, 1, 2 ... in the cache, and the query to its own
   bool has_exact_size = true;   // a kept token takes as many bytes as it does unchanged
+  Bytes bytes = {};             // of another size; empty: the number of tokens does not determine it
+  bool exempts_layers = false;  // a token takes more bytes in some layers than in others of their shape
   bool stores_latents = false;  // also keys whose first components are the values
   Apply apply = {};             // empty: keys and values are the same numbers
   /// The layer that layer l of L is stored with, l itself where it is stored alone; empty: all are.

@@ -105,9 +105,10 @@ std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& con
 void check_policy(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy, int budget,
                   double of_seen = 0);
 
-/// Bytes of one token's key and value in every row of every treated layer, as the trace stores them: what a budget of
-/// one token takes. Throws Error{usage} for a policy that a budget binds and whose store changes what a token takes.
-double slice_bytes(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
+/// Bytes that keys and values of a number of tokens take in every row of every treated layer, as the policy stores
+/// them: what a budget of so many tokens takes. Throws Error{usage} for a policy with a budget whose store has no such
+/// number.
+BytesOfTokens bytes_of_tokens(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// Whether the policy would choose, but sinks and recent tokens take all that it may hold.
 bool protected_tokens_fill_budget(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,

@@ -189,14 +189,16 @@ QueryRange prompt_queries(const Plan& plan, int budget, int prompt, MarkedQuesti
               fmt::format("{} in layer {}, {} in layer {}", text(one), layer, text(two), other)};
 }
 
+bool allocates_among_layers(const Allocator& allocate) {
+  return allocate.from == CountsFrom::all_layers ||
+         (allocate.from == CountsFrom::sizes && !allocate.is_uniform && !allocate.keeps_everything);
+}
+
 /// Plans that combine layers need layers that are equal in this respect: a token of a row has the same numbers.
 void check_shapes(const Trace& trace, std::span<const int> layers, const Plan& plan, const std::string& who) {
-  const Allocator& allocate = *plan.allocate;
   const Needs& needs = plan.score.needs;
-  const bool allocates = allocate.from == CountsFrom::all_layers ||
-                         (allocate.from == CountsFrom::sizes && !allocate.is_uniform && !allocate.keeps_everything);
   const char* const combines = needs.same_kv_shapes || needs.same_query_heads ? " reads a file for layers of one shape"
-                               : allocates                                    ? " allocates tokens among layers"
+                               : allocates_among_layers(*plan.allocate)       ? " allocates tokens among layers"
                                : plan.store->pairs_layers()                   ? " stores layers in pairs"
                                                                               : nullptr;
   const auto rows = [&](const LayerShape& shape) {
@@ -299,20 +301,37 @@ std::vector<std::int32_t> queries_read(const Trace& trace, const Conditions& con
   return position_range(read.first, read.end);
 }
 
-double slice_bytes(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
-  double bytes = 0;
+BytesOfTokens bytes_of_tokens(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy) {
+  double of_unchanged = 0;
+  std::vector<BytesOfTokens> of_changed;
   for (const LayerPlan& of_range : policy.plans(static_cast<int>(conditions.layers.size()))) {
     const Plan& plan = of_range.plan;
-    if (has_budget(plan) && !plan.store->has_exact_size)
-      throw Error{Refusal::usage, policy.name(), "its store changes the size of a token", "a budget in tokens",
-                  "a budget in bytes"};
+    const StorePtr& store = plan.store;
+    const bool changes_size = has_budget(plan) && !store->has_exact_size;
+    const auto refuse = [&](const std::string& problem, const char* remedy) {
+      throw Error{Refusal::usage, policy.name(), problem, remedy, "a budget in bytes"};
+    };
+    if (changes_size && !store->bytes)
+      refuse("the bytes of " + store->name + " do not follow from the number of tokens", "a budget in tokens");
+    if (changes_size && store->exempts_layers && allocates_among_layers(*plan.allocate))
+      refuse("allocates tokens among layers, in some of which " + store->name + " is exact",
+             "skip_layers=none, or a budget in tokens");
     for (int l = of_range.first; l < of_range.end(); ++l) {
-      const LayerTensors tensors = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
-      const int heads = plan.grouping.heads == Heads::query ? tensors.q.heads : tensors.k.heads;
-      bytes += static_cast<double>(heads) * static_cast<double>(tensors.token_bytes());
+      const LayerTensors layer = trace.layer(conditions.layers[static_cast<std::size_t>(l)]);
+      if (changes_size) {
+        of_changed.push_back(
+            [store, layer, number = l - of_range.first](int tokens) { return store->bytes(layer, number, tokens); });
+        continue;
+      }
+      const int heads = plan.grouping.heads == Heads::query ? layer.q.heads : layer.k.heads;
+      of_unchanged += static_cast<double>(heads) * static_cast<double>(layer.token_bytes());
     }
   }
-  return bytes;
+  return [of_unchanged, of_changed = std::move(of_changed)](int tokens) {
+    double bytes = of_unchanged * tokens;
+    for (const BytesOfTokens& of_layer : of_changed) bytes += of_layer(tokens);
+    return bytes;
+  };
 }
 
 bool protected_tokens_fill_budget(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy,

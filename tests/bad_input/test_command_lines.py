@@ -438,7 +438,14 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p snapkv:window=2,store=quantised -b 1KiB",
-        "snapkv: its store changes the size of a token: expected a budget in tokens, found a budget in bytes",
+        "snapkv: the bytes of store=quantised do not follow from the number of tokens: expected a budget in tokens, "
+        "found a budget in bytes",
+    ),
+    (
+        USAGE,
+        f"{REPLAY} -p knorm:store=q8_0,skip_layers=1 -b 1KiB",
+        "knorm: allocates tokens among layers, in some of which store=q8_0 is exact: expected skip_layers=none, or a "
+        "budget in tokens, found a budget in bytes",
     ),
     (
         USAGE,

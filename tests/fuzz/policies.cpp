@@ -32,11 +32,11 @@ bool reads_files(std::string_view text) {
 void replay_once(const Sound& sound, const ConfiguredPolicy& policy, const Budget& budget) {
   const int prompt = boundary(sound.trace, "prompt");
   const Conditions conditions{prompt, eval_queries(sound.trace, "continuation"), treated_layers(sound.trace, true)};
-  const int tokens = std::max(1, budget.tokens(prompt, 256));
+  const int tokens = std::max(1, budget.tokens(prompt, [](int count) { return 256.0 * count; }));
   check_policy(sound.trace, conditions, policy, tokens, budget.of_seen());
   without_question(sound.trace, conditions, policy);
   protected_tokens_fill_budget(sound.trace, conditions, policy, tokens);
-  survives([&] { slice_bytes(sound.trace, conditions, policy); });
+  survives([&] { bytes_of_tokens(sound.trace, conditions, policy); });
   const Cell cells[] = {{policy, tokens, budget.of_seen()}};
   Listener listener;
   replay(*sound.backend, sound.trace, conditions, cells, listener);

@@ -427,3 +427,50 @@ def test_stores(policy: str, store: str) -> None:
 @pytest.mark.parametrize("policy", sorted({*ALL_POLICIES} & WITH_OWN_STORE - {"full"}))
 def test_stores_are_refused(policy: str) -> None:
     assert run(WIDE, [stored_text(policy, "q8_0")], "--dry-run").returncode == 2
+
+
+# ---------------------------------------------------------------------------------------------------- budgets in bytes
+
+
+def bytes_of(policy: str, tokens: int) -> float:
+    """Of a policy that keeps so many tokens in each head."""
+    trace = trace_of(WIDE.name)
+    total = kv_bytes(trace, select(trace, Policy.parse(policy), str(tokens)))["kv_bytes", ""].all
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_budgets_in_bytes(store: str, tmp_path: Path) -> None:
+    """B is the largest number of tokens that fits, and dividing it among heads takes no more bytes."""
+    even, uneven = f"local:store={store}", f"ada-kv:window=3,kernel=3,store={store}"
+    if store == "quantised,group=4,residual=5":  # one more token may take fewer bytes
+        finished = run(replace(WIDE, budget="8KiB"), [even], "--dry-run")
+        assert finished.returncode == 2
+        assert "the bytes of store=quantised do not follow from the number of tokens" in finished.stderr
+        return
+    counts = (12, 25, 40)
+    just_enough = {bytes_of(even, count): count for count in counts}
+    one_too_few = {bytes_of(even, count + 1) - 1: count for count in counts}
+    for expected in (just_enough, one_too_few):
+        literals = {f"{size / 1024}KiB": size for size in expected}
+        metrics = ("--metrics", "kv_bytes", "--json", "-o", tmp_path / "out", "--force")
+        finished = run(replace(WIDE, budget=",".join(literals)), [even, uneven], *metrics)
+        assert finished.returncode == 0, finished.stderr
+        cells = [cell for cell in json.loads(finished.stdout)["cells"] if cell["role"] == "asked"]
+        assert len(cells) == 2 * len(counts)
+        for cell in cells:
+            size = literals[cell["budget"]]
+            assert cell["budget_tokens"] == expected[size]
+            assert cell["values"]["kv_bytes"] <= size
+            if cell["policy"] == "local":
+                assert cell["values"]["kv_bytes"] == bytes_of(even, expected[size])
+
+
+def test_layers_that_differ_in_bytes_must_have_equal_budgets() -> None:
+    budget = replace(WIDE, budget="8KiB")
+    for policy in ("pyramid-kv:window=3", "snapkv:window=3,allocate=ranked-global"):
+        assert run(budget, [f"{policy},store=q8_0,residual=3"], "--dry-run").returncode == 0
+        finished = run(budget, [f"{policy},store=q8_0,skip_layers=1"], "--dry-run")
+        assert finished.returncode == 2
+        assert "allocates tokens among layers, in some of which store=q8_0 is exact" in finished.stderr

@@ -402,10 +402,14 @@ TEST(Budget, OfMemoryIsAsManySlicesAsFit) {
   EXPECT_EQ(Budget::parse("64KiB").bytes, 65536);
   EXPECT_EQ(Budget::parse("1.5MiB").bytes, 1572864);
   EXPECT_EQ(Budget::parse("2GiB").bytes, 2147483648.0);
-  EXPECT_EQ(Budget::parse("1KiB").tokens(480, 256), 4);
-  EXPECT_EQ(Budget::parse("1KiB").tokens(480, 257), 3);
-  EXPECT_EQ(Budget::parse("1KiB").tokens(480, 1025), 0) << "none fits";
-  EXPECT_EQ(Budget::parse("8GiB").tokens(480, 1), 480) << "all of the prompt";
+  const auto linear = [](double of_token) { return [of_token](int tokens) { return of_token * tokens; }; };
+  EXPECT_EQ(Budget::parse("1KiB").tokens(480, linear(256)), 4);
+  EXPECT_EQ(Budget::parse("1KiB").tokens(480, linear(257)), 3);
+  EXPECT_EQ(Budget::parse("1KiB").tokens(480, linear(1025)), 0) << "none fits";
+  EXPECT_EQ(Budget::parse("8GiB").tokens(480, linear(1)), 480) << "all of the prompt";
+  EXPECT_EQ(Budget::parse("1KiB").tokens(480, [](int tokens) { return 4 + 200 * std::min(tokens, 2) + 50 * tokens; }),
+            12)
+      << "a size that is not proportional to the tokens";
 }
 
 TEST(Structure, IsMadeOfParts) {

@@ -58,21 +58,34 @@ std::vector<double> channel_scores(const LayerView& view, const Matrix& queries,
   return of_keys;
 }
 
+int dropped_channels(const FewerChannels& part, const TensorView& keys) {
+  return static_cast<int>(keys.dim * part.ratio);
+}
+
+/// Of a KV head with `held` tokens, of which the keys of `thinned` ones have fewer channels.
+double bytes_of(const FewerChannels& part, const LayerTensors& layer, std::size_t held, std::size_t thinned) {
+  return static_cast<double>(held * layer.token_bytes()) -
+         static_cast<double>(thinned * size_of(layer.k.dtype)) * dropped_channels(part, layer.k);
+}
+
+std::size_t thinned_of(const FewerChannels& part, std::size_t held) {
+  return held - std::min(held, static_cast<std::size_t>(part.recent));
+}
+
 std::unique_ptr<StoredLayer> stored(const FewerChannels& part, const LayerView& view, const KeptSet& kept) {
   std::unique_ptr<StoredLayer> layer = exact_copy(view);
   const Matrix& queries = query_squares(view, part.window);
   const TensorView& k = view.tensors().k;
-  const int dropped = static_cast<int>(k.dim * part.ratio);
+  const int dropped = dropped_channels(part, k);
   for (int head = 0; head < k.heads; ++head) {
     const std::vector<std::int32_t> held = held_of_prompt(view, kept, head);
     if (held.empty()) continue;
     const std::vector<std::int32_t> order = ranked(channel_scores(view, queries, layer->keys, head, held));
-    const std::size_t thinned = held.size() - std::min(held.size(), static_cast<std::size_t>(part.recent));
+    const std::size_t thinned = thinned_of(part, held.size());
     for (const std::int32_t token : std::span(held).first(thinned))
       for (const std::int32_t c : std::span(order).last(static_cast<std::size_t>(dropped)))
         row_of(layer->keys, k, head, token)[static_cast<std::size_t>(c)] = 0;
-    layer->bytes += static_cast<double>(held.size() * view.tensors().token_bytes()) -
-                    static_cast<double>(thinned * size_of(k.dtype)) * dropped;
+    layer->bytes += bytes_of(part, view.tensors(), held.size(), thinned);
   }
   return layer;
 }
@@ -92,6 +105,10 @@ StorePtr FewerChannels::store() const {
       "store=fewer-channels",
       [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); });
   store.needs = last_queries(window);
+  store.bytes = [part = *this](const LayerTensors& layer, int, int tokens) {
+    const auto held = static_cast<std::size_t>(tokens);
+    return layer.k.heads * bytes_of(part, layer, held, thinned_of(part, held));
+  };
   return std::make_shared<const Store>(std::move(store));
 }
 

@@ -92,19 +92,14 @@ class Encoding {
         shape_(shape),
         numbers_(numbers) {}
 
-  /// Encodes these tokens of each head. Returns their bytes, and those of the exact tokens.
-  double encode(const std::vector<std::vector<std::int32_t>>& tokens, std::size_t exact_tokens) const {
+  /// Encodes these tokens of each head.
+  void encode(const std::vector<std::vector<std::int32_t>>& tokens) const {
+    if (!format_.coder) return;
     const std::vector<float> largest = largest_of_heads();
-    const Coder code = format_.coder ? format_.coder(shape_.dim) : Coder{};
-    double count = 0;
-    for (const auto& of_head : tokens) count += static_cast<double>(of_head.size());
-    if (code)
-      view_.on_threads(tokens.size(), [&](std::size_t head) {
-        for (const std::int32_t token : tokens[head]) encode(code, static_cast<int>(head), token, largest[head]);
-      });
-    const double ranges = format_.range == NumberFormat::Range::head ? shape_.heads : 1;
-    return count * format_.bytes(shape_.dim) + ranges * format_.range_bytes +
-           2.0 * shape_.dim * static_cast<double>(exact_tokens);
+    const Coder code = format_.coder(shape_.dim);
+    view_.on_threads(tokens.size(), [&](std::size_t head) {
+      for (const std::int32_t token : tokens[head]) encode(code, static_cast<int>(head), token, largest[head]);
+    });
   }
 
  private:
@@ -145,24 +140,47 @@ class Encoding {
   std::vector<float>& numbers_;
 };
 
+/// As the part stores a treated layer.
+FormatStore in_layer(const FormatStore& part, int layer) {
+  FormatStore of_layer = part;
+  if (std::ranges::binary_search(part.skip_layers.layers(), layer))
+    of_layer.keys = of_layer.values = parse_format("exact")->format();
+  return of_layer;
+}
+
+/// Of a head's `held` tokens, those that are encoded.
+std::size_t encoded_of(const FormatStore& part, std::size_t held) {
+  return held - std::min(held, static_cast<std::size_t>(part.residual));
+}
+
+/// Of encoded and exact tokens of all heads.
+double bytes_of(const NumberFormat& format, const TensorView& shape, double encoded, double exact) {
+  const double ranges = format.range == NumberFormat::Range::head ? shape.heads : 1;
+  return encoded * format.bytes(shape.dim) + ranges * format.range_bytes + 2.0 * shape.dim * exact;
+}
+
+double bytes_of(const FormatStore& of_layer, const LayerTensors& layer, double encoded, double exact) {
+  const double of_keys = bytes_of(of_layer.keys, layer.k, encoded, exact);
+  return layer.value_is_key ? of_keys : of_keys + bytes_of(of_layer.values, layer.v, encoded, exact);
+}
+
 std::unique_ptr<StoredLayer> stored(const FormatStore& part, const LayerView& view, const KeptSet& kept,
                                     int layer_number) {
   const LayerTensors& exact = view.tensors();
   std::unique_ptr<StoredLayer> layer = exact_copy(view);
-  const bool is_skipped = std::ranges::binary_search(part.skip_layers.layers(), layer_number);
+  const FormatStore of_layer = in_layer(part, layer_number);
   std::vector<std::vector<std::int32_t>> encoded;
-  std::size_t exact_tokens = 0;
+  std::size_t held = 0, of_encoded = 0;
   for (int head = 0; head < exact.k.heads; ++head) {
     std::vector<std::int32_t>& tokens = encoded.emplace_back(held_of_prompt(view, kept, head));
-    const std::size_t held = tokens.size();
-    tokens.resize(is_skipped ? 0 : held - std::min(held, static_cast<std::size_t>(part.residual)));
-    exact_tokens += held - tokens.size();
+    held += tokens.size();
+    tokens.resize(encoded_of(part, tokens.size()));
+    of_encoded += tokens.size();
   }
-  FormatStore of_layer = part;
-  if (is_skipped) of_layer.keys = of_layer.values = parse_format("exact")->format();
-  layer->bytes = Encoding(of_layer, Side::keys, view, exact.k, layer->keys).encode(encoded, exact_tokens);
+  layer->bytes = bytes_of(of_layer, exact, static_cast<double>(of_encoded), static_cast<double>(held - of_encoded));
+  Encoding(of_layer, Side::keys, view, exact.k, layer->keys).encode(encoded);
   if (!exact.value_is_key) {
-    layer->bytes += Encoding(of_layer, Side::values, view, exact.v, layer->values).encode(encoded, exact_tokens);
+    Encoding(of_layer, Side::values, view, exact.v, layer->values).encode(encoded);
     return layer;
   }
   for (int head = 0; head < exact.k.heads; ++head)
@@ -213,6 +231,12 @@ StorePtr FormatStore::store(const std::string& name) const {
     return stored(part, view, kept, view.layer() - own.first);
   });
   store.stores_latents = true;
+  store.exempts_layers = !skip_layers.layers().empty();
+  store.bytes = [part = *this](const LayerTensors& layer, int number, int tokens) {
+    const std::size_t encoded = encoded_of(part, static_cast<std::size_t>(tokens));
+    const double heads = layer.k.heads, of_head = static_cast<double>(encoded);
+    return bytes_of(in_layer(part, number), layer, heads * of_head, heads * (tokens - of_head));
+  };
   store.check = [part = *this](const std::string& who, int layers, int key_dim, int value_dim) {
     part.skip_layers.check(layers);
     check_side(part, Side::keys, who, key_dim);

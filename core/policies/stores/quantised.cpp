@@ -67,6 +67,8 @@ std::vector<float*> rows_of_head(std::vector<float>& numbers, const TensorView& 
   return rows;
 }
 
+double bits_of_number(const Quantised& part) { return part.bits + 32.0 / part.group; }
+
 std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view, const KeptSet& kept) {
   const LayerTensors& exact = view.tensors();
   std::unique_ptr<StoredLayer> layer = exact_copy(view);
@@ -86,9 +88,8 @@ std::unique_ptr<StoredLayer> stored(const Quantised& part, const LayerView& view
       throw Error{Refusal::input, fmt::format("/layers/{:03}", view.stored_layer()), "quantised keys or values",
                   "zero points and scales within float16", "a larger value in KV head " + std::to_string(head)};
 
-    const double quantised_bits = part.bits + 32.0 / part.group;
     const auto bits_of = [&](int quantised, int dim) {
-      return (quantised * quantised_bits + (held - quantised) * 16.0) * dim;
+      return (quantised * bits_of_number(part) + (held - quantised) * 16.0) * dim;
     };
     bits += bits_of(quantised_keys, exact.k.dim) + bits_of(quantised_values, exact.v.dim);
   }
@@ -106,9 +107,14 @@ void Quantised::parameters(Parameters& p) {
 }
 
 StorePtr Quantised::store() const {
-  return std::make_shared<const Store>(changing_store(
-      "store=quantised",
-      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); }));
+  Store store = changing_store("store=quantised", [part = *this](const LayerView& view, const KeptSet& kept,
+                                                                 const Partner&) { return stored(part, view, kept); });
+  // With a residual, the number of quantised keys is a multiple of it: one more token may take fewer bytes.
+  if (residual == 0)
+    store.bytes = [bits = bits_of_number(*this)](const LayerTensors& layer, int, int tokens) {
+      return bits / 8 * layer.k.heads * (layer.k.dim + layer.v.dim) * tokens;
+    };
+  return std::make_shared<const Store>(std::move(store));
 }
 
 }  // namespace kvreplay

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <ranges>
 #include <utility>
 
 #include "listed_names.h"
@@ -501,8 +502,12 @@ std::string Budget::of_compression_ratio(std::string_view text) {
   return kept == 1.0 ? "1.0" : fmt::format("{}", kept);  // "1" would be a number of tokens
 }
 
-int Budget::tokens(int prompt, double slice_bytes) const {
-  if (bytes > 0) return static_cast<int>(std::min(std::floor(bytes / slice_bytes), static_cast<double>(prompt)));
+int Budget::tokens(int prompt, const BytesOfTokens& bytes_of) const {
+  if (bytes > 0) {
+    const auto counts = std::views::iota(1, prompt + 1);
+    const auto fits = [&](int kept) { return bytes_of(kept) <= bytes; };
+    return static_cast<int>(std::ranges::partition_point(counts, fits) - counts.begin());
+  }
   return (count > 0 ? Amount::tokens(count) : Amount::fraction(fraction)).of_prompt(prompt);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -108,6 +109,9 @@ class ConfiguredPolicy {
 /// (policy_file.h).
 std::vector<std::string> split_policies(std::string_view text);
 
+/// Bytes of a number of tokens in every row of every layer; they rise with it.
+using BytesOfTokens = std::function<double(int tokens)>;
+
 /// A budget as asked for: a literal with a point, an exponent or '%' is a fraction of P in (0, 1], with "@seen" of all
 /// tokens seen so far; with KiB, MiB or GiB it is the memory that kept keys and values may take; an integer is a count.
 struct Budget {
@@ -124,9 +128,8 @@ struct Budget {
   /// kvpress's compression ratio, the evicted share of the prompt, as the literal of a budget: "0.9" -> "0.1". Throws
   /// Error{usage} unless it is in [0, 1).
   static std::string of_compression_ratio(std::string_view text);
-  /// max(1, floor(f * P + 1/2)), the count, or of bytes as many slices as fit, P at most. A slice is a token in every
-  /// row of every layer; none may fit.
-  int tokens(int prompt, double slice_bytes = 0) const;
+  /// max(1, floor(f * P + 1/2)), the count, or the largest number of tokens that fits into the bytes: 0 to P.
+  int tokens(int prompt, const BytesOfTokens& bytes_of = {}) const;
 };
 
 }  // namespace kvreplay
