@@ -179,7 +179,7 @@ class MaskedAttention:
         self, number: int, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int
     ) -> torch.Tensor:
         """The attention of some queries, the first at position `first`: [B,n,Hq,d]."""
-        batch, query_heads, n, width = query.shape
+        batch, query_heads, n, _ = query.shape
         positions = torch.arange(first, first + n, device=query.device)
         own = torch.arange(self.begin, self.begin + key.shape[2] - self._given(number), device=query.device)
         seen = causal(positions, own, layer.window, layer.chunk)[None, None]  # [1,1,n,m]
@@ -191,17 +191,25 @@ class MaskedAttention:
                 given = given.repeat_interleave(query_heads // given.shape[1], 1)
                 given = given & self.reads[number].read(query, held.k)
             seen = torch.cat([given, seen.expand(batch, given.shape[1], -1, -1)], -1)
-        heads = max(seen.shape[1], key.shape[1])
-        key, value = (x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x for x in (key, value))
-        group = query_heads // heads
-        # The query heads of a key head are rows of one product.
-        q = query.reshape(batch, heads, group * n, width)
-        seen = seen[:, :, None].expand(-1, -1, group, -1, -1).reshape(*seen.shape[:2], group * n, key.shape[2])
-        sinks = None
-        if layer.sinks is not None:
-            sinks = layer.sinks.repeat_interleave(n).reshape(heads, group * n, 1)
-        output = attention_of(q, key, value, seen, layer.scale, layer.softcap, sinks)
-        return output.reshape(batch, query_heads, n, value.shape[3]).transpose(1, 2)
+        return attended(layer, query, key, value, seen)
+
+
+def attended(
+    layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Attention of queries [B,Hq,n,d] to keys [B,H,m,d] under a boolean mask [B,1 | Hkv | Hq,n,m]: [B,n,Hq,dv]."""
+    batch, query_heads, n, width = query.shape
+    heads = max(seen.shape[1], key.shape[1])
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x for x in (key, value))
+    group = query_heads // heads
+    # The query heads of a key head are rows of one product.
+    q = query.reshape(batch, heads, group * n, width)
+    seen = seen[:, :, None].expand(-1, -1, group, -1, -1).reshape(*seen.shape[:2], group * n, key.shape[2])
+    sinks = None
+    if layer.sinks is not None:
+        sinks = layer.sinks.repeat_interleave(n).reshape(heads, group * n, 1)
+    output = attention_of(q, key, value, seen, layer.scale, layer.softcap, sinks)
+    return output.reshape(batch, query_heads, n, value.shape[3]).transpose(1, 2)
 
 
 def masked(model: Any, attention: MaskedAttention) -> AbstractContextManager[None]:

@@ -7,7 +7,6 @@ were. Tokens that it evicts are hidden from the next block.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +19,11 @@ import kvreplay as kv
 from kvreplay import _engine
 from kvreplay.capture.model import input_device
 from kvreplay.errors import Error
-from kvreplay.live.attention import NEVER, Layer, MaskedAttention, masked
+from kvreplay.live.applied import attention_rules
+from kvreplay.live.attention import NEVER, MaskedAttention, masked
 from kvreplay.live.cells import DECISIONS, LiveCell, evicted, leaves_of
 from kvreplay.live.passes import Text
+from kvreplay.one_cell import one_cell
 from kvreplay.results import DECIDED_LIVE, Run, TraceFacts, text
 
 Leaves = dict[int, torch.Tensor]  # by layer: int64 [H,T], the query after which a token goes
@@ -104,35 +105,21 @@ class Replayed:
         self._policy = _engine.label(f"{cell.facts['policy']}:{cell.facts['params']}".rstrip(":"))
         self._budget = f"{float(cell.facts['budget_tokens']):.0f}"
         self._numbers = [int(number) for number in trace.layer_numbers]
-        some = whole.layers[self._numbers[0]]
-        windows = [whole.layers[number].window for number in self._numbers]
+        layers = {number: whole.layers[number] for number in self._numbers}
         treated = {self._numbers[place] for place in trace.treated}
-        self._sliding = "treat" if any(whole.layers[number].window for number in treated) else "skip"
-        layers = [whole.layers[number] for number in self._numbers]
+        self._sliding = "treat" if any(layers[number].window for number in treated) else "skip"
         self._about = {
-            "prompt": trace.boundary, "ids": whole.ids.numpy().astype(np.int32), "softmax_scale": some.scale,
-            "softcap": some.softcap, "sliding_window": windows, "chunk": [layer.chunk for layer in layers],
-            "sinks": None if some.sinks is None else _sinks(layers), "layer_index": self._numbers, "name": trace.name,
+            "prompt": trace.boundary, "ids": whole.ids.numpy().astype(np.int32), "name": trace.name,
             "spans": [(span.name, span.kind, span.begin, span.end) for span in trace.spans],
-            "rope": _rope(run, trace),
+            "rope": _rope(run, trace), **attention_rules(layers),
         }  # fmt: skip
 
     def __call__(self, tensors: Tensors) -> Leaves:
         q, k, v = ([tensors[number][i] for number in self._numbers] for i in range(3))
-        with warnings.catch_warnings(record=True) as said:  # the replay of the trace has said them
-            again = kv.replay(
-                kv.from_arrays(q, k, v, **self._about), self._policy, self._budget, metrics="kv_bytes",
-                controls="none", sliding=self._sliding, observables="ignore", detail="summary", progress=False,
-            )  # fmt: skip
-        cells = again.cells[again.cells["role"] == "asked"]
-        if cells.empty:
-            raise Error(self._policy, "replay", "a set", "; ".join(str(one.message) for one in said))
-        return leaves_of(again.selection_of(cells["cell"].iloc[0], self._trace.boundary))
-
-
-def _sinks(layers: Sequence[Layer]) -> np.ndarray:
-    """The sink logits of all layers [L,Hq]."""
-    return np.stack([layer.sinks.detach().double().cpu().numpy() for layer in layers if layer.sinks is not None])
+        again, cell = one_cell(
+            kv.from_arrays(q, k, v, **self._about), self._policy, self._budget, sliding=self._sliding
+        )
+        return leaves_of(again.selection_of(cell, self._trace.boundary))
 
 
 def _rope(run: Run, trace: TraceFacts) -> kv.Rope | None:
