@@ -71,6 +71,7 @@ PACKAGES = {
     "kvreplay.command_line": ("kvreplay", "kvreplay.plot", "kvreplay.command_line"),
     "kvreplay.report": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.report"),
     "kvreplay.live": ("kvreplay", "kvreplay.capture", "kvreplay.live"),
+    "kvreplay.transformers": ("kvreplay", "kvreplay.capture", "kvreplay.live", "kvreplay.transformers"),
     "kvreplay.predict": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.predict"),
 }
 PACKAGE_FOLDERS = {name: "tools/python/" + name.replace(".", "/") for name in PACKAGES}

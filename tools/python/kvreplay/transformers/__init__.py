@@ -1,0 +1,5 @@
+"""Policies in `model.generate` of transformers."""
+
+from kvreplay.transformers.cache import ReplayCache
+
+__all__ = ["ReplayCache"]
