@@ -85,6 +85,11 @@ LIVE_PRESSES = (
 )  # fmt: skip
 LIVE_CASES = tuple(case for case in CASES if case.press in LIVE_PRESSES)
 
+# In which ReplayPress stands for the policy; the last has other counts in each head.
+PRESS_CASES = (*LIVE_CASES, *(case for case in CASES if case.press.startswith("AdaKVPress(SnapKV")))
+PRESS_RATIOS = (0.3, 0.7)
+PRESS_TOKENS = 400  # at these ratios whole chunks
+
 # Keeps all tokens; the removed channels of the keys are compared.
 THINK = Case("ThinKPress(R)", "think:recent=0,ratio={ratio}")
 

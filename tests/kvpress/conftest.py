@@ -30,12 +30,22 @@ def captured() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def by_kvpress() -> Callable[[str, Path, str], dict[str, np.ndarray]]:
-    """by_kvpress(script, folder, name): arrays of a script of this folder, in kvpress' environment."""
+def in_kvpress() -> Callable[..., None]:
+    """in_kvpress(script, words...): runs a script of this folder in kvpress' environment."""
+
+    def run(script: str, *words: object) -> None:
+        python = ROOT / "build" / "kvpress" / "bin" / "python"
+        subprocess.run([python, HERE / script, *map(str, words)], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def by_kvpress(in_kvpress: Callable[..., None]) -> Callable[[str, Path, str], dict[str, np.ndarray]]:
+    """by_kvpress(script, folder, name): the arrays that a script writes from the traces and tables of the folder."""
 
     def run(script: str, folder: Path, name: str) -> dict[str, np.ndarray]:
-        python = ROOT / "build" / "kvpress" / "bin" / "python"
-        subprocess.run([python, HERE / script, MODEL, folder], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        in_kvpress(script, MODEL, folder)
         with np.load(folder / name) as arrays:
             return dict(arrays)
 

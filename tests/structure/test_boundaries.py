@@ -72,6 +72,7 @@ PACKAGES = {
     "kvreplay.report": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.report"),
     "kvreplay.live": ("kvreplay", "kvreplay.capture", "kvreplay.live"),
     "kvreplay.transformers": ("kvreplay", "kvreplay.capture", "kvreplay.live", "kvreplay.transformers"),
+    "kvreplay.kvpress": ("kvreplay", "kvreplay.capture", "kvreplay.live", "kvreplay.kvpress"),
     "kvreplay.predict": ("kvreplay", "kvreplay.compare", "kvreplay.plot", "kvreplay.predict"),
 }
 PACKAGE_FOLDERS = {name: "tools/python/" + name.replace(".", "/") for name in PACKAGES}

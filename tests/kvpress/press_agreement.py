@@ -1,0 +1,45 @@
+"""ReplayPress evicts and predicts as kvpress' own presses do: `tests/run kvpress`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import LEAST_OVERLAP, MODEL, PRESS_CASES, PRESS_RATIOS, PRESS_TOKENS, Case
+
+ROUNDING = 1e-5  # of a logit, as a share of the largest: the order of the kept tokens differs
+LARGE_MODEL = MODEL.with_name("qwen2.5-coder-1.5b-instruct.gguf")
+MODELS = [
+    "qwen3",
+    str(MODEL),
+    pytest.param(
+        str(LARGE_MODEL), marks=pytest.mark.skipif(not LARGE_MODEL.is_file(), reason="needs tools/setup large-model")
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: Path(model).stem)
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, in_kvpress: Callable[..., None]
+) -> dict[str, np.ndarray]:
+    """Kept sets and logits of both programs, on one model."""
+    file = tmp_path_factory.mktemp("presses") / "found.npz"
+    in_kvpress("replay_presses.py", request.param, file)
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+@pytest.mark.parametrize("ratio", PRESS_RATIOS)
+@pytest.mark.parametrize("case", PRESS_CASES, ids=lambda case: case.press)
+def test_same_sets_and_predictions(found: dict[str, np.ndarray], case: Case, ratio: float) -> None:
+    name = f"{case.press} {ratio}"
+    theirs, ours = (found[f"{name} {whose} kept"] for whose in ("theirs", "ours"))
+    same = (theirs & ours).sum(-1) / np.maximum(theirs.sum(-1), ours.sum(-1))
+    assert same.mean() >= LEAST_OVERLAP
+    assert theirs.sum() == ours.sum() == int(PRESS_TOKENS * (1 - ratio)) * theirs[..., 0].size
+    largest = np.abs(found["full"]).max()
+    apart = np.abs(found[f"{name} theirs"] - found[f"{name} ours"]).max() / largest
+    effect = np.abs(found[f"{name} theirs"] - found["full"]).max() / largest
+    assert apart < ROUNDING and effect > 1000 * ROUNDING, (apart, effect)

@@ -1,0 +1,97 @@
+"""Runs kvpress' presses and ReplayPress on one prompt; writes the kept sets, and what the model then predicts. In
+kvpress' environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import kvpress
+import numpy as np
+import torch
+import transformers
+from cases import PRESS_CASES, PRESS_RATIOS, PRESS_TOKENS
+
+from kvreplay.kvpress import ReplayPress
+
+QUESTION, DECODED = 5, 2  # tokens after the prompt: in one pass, then one by one
+
+
+def loaded(name: str) -> transformers.PreTrainedModel:
+    """The model of a GGUF file, or one with random weights."""
+    torch.manual_seed(0)
+    if name == "qwen3":
+        config = transformers.Qwen3Config(
+            vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32,
+        )  # fmt: skip
+        model = transformers.Qwen3ForCausalLM(config).eval()
+        for layer in model.model.layers:  # with weights of 1, the norms of all keys are equal
+            torch.nn.init.uniform_(layer.self_attn.k_norm.weight, 0.5, 1.5)
+        return model
+    path = Path(name)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+
+
+def predicted(press: kvpress.BasePress | None, model: torch.nn.Module, ids: torch.Tensor) -> tuple:
+    """Logits [QUESTION + DECODED, V] after the press, the keys [L] of [Hkv,n,d], and whether a slot is masked."""
+    prompt = ids.shape[1] - QUESTION - DECODED
+    cache = transformers.DynamicCache()
+    modules = [layer.self_attn for layer in model.model.layers]
+    with torch.inference_mode():
+        if press is None:
+            model.model(input_ids=ids[:, :prompt], past_key_values=cache)
+        else:
+            with press(model):
+                model.model(input_ids=ids[:, :prompt], past_key_values=cache)
+        keys = [layer.keys[0].clone() for layer in cache.layers]
+        masked = [torch.zeros(one.shape[:2], dtype=torch.bool) for one in keys]
+        for rows, module in zip(masked, modules, strict=True):
+            if (indices := getattr(module, "masked_key_indices", None)) is not None:
+                rows[indices[1], indices[2]] = True
+        logits = []
+        for begin, end in [(0, QUESTION), *((QUESTION + i, QUESTION + i + 1) for i in range(DECODED))]:
+            positions = torch.arange(prompt + begin, prompt + end)[None]
+            output = model(
+                input_ids=ids[:, prompt + begin : prompt + end], past_key_values=cache, position_ids=positions
+            )
+            logits.append(output.logits[0])
+    return torch.cat(logits).numpy(), keys, masked
+
+
+def kept_of(keys: list[torch.Tensor], masked: list[torch.Tensor], every: list[torch.Tensor]) -> np.ndarray:
+    """Which of the prompt's tokens [L,Hkv,P] have the nearest keys: those of eager attention differ by rounding."""
+    kept = np.zeros((len(every), *every[0].shape[:2]), dtype=bool)
+    for layer, (rows, all_rows) in enumerate(zip(keys, every, strict=True)):
+        nearest = torch.cdist(rows, all_rows).argmin(-1)
+        for head, places in enumerate(nearest):
+            kept[layer, head, places[~masked[layer][head]].numpy()] = True
+    return kept
+
+
+def main(name: str, file: Path) -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = loaded(name)
+    # Distinct tokens: equal ones have keys of equal norm in the first layer, whose order is rounding.
+    ids = torch.randperm(model.config.vocab_size)[: PRESS_TOKENS + QUESTION + DECODED][None]
+    model.set_attn_implementation("sdpa")
+    found: dict[str, np.ndarray] = {}
+    found["full"], every, _ = predicted(None, model, ids)
+    for case in PRESS_CASES:
+        for ratio in PRESS_RATIOS:
+            theirs = eval(case.press, {**vars(kvpress), "R": ratio})
+            for whose, press in (("theirs", theirs), ("ours", ReplayPress(case.policy, ratio))):
+                # ObservedAttentionPress reads the attention weights that eager attention computes.
+                eager = "Observed" in case.press and whose == "theirs"
+                model.set_attn_implementation("eager" if eager else "sdpa")
+                logits, keys, masked = predicted(press, model, ids)
+                found[f"{case.press} {ratio} {whose}"] = logits
+                found[f"{case.press} {ratio} {whose} kept"] = kept_of(keys, masked, every)
+    np.savez(file, **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
