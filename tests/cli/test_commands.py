@@ -81,7 +81,7 @@ def test_doctor_names_libraries_and_backends(tmp_path: Path) -> None:
     assert backends["cpu"]["runs"]
     assert "cuda" in backends
     programs = {program["name"] for program in found["programs"]}
-    assert {"capture", "compare", "export", "plot", "regret", "report", "sweep", "tune"} <= programs
+    assert {"calibrate", "capture", "compare", "export", "plot", "regret", "report", "sweep", "tune"} <= programs
     reasons = ("not in this build", "not usable: CUDA: no usable device")
     assert backends["cuda"]["runs"] or backends["cuda"]["description"].startswith(reasons)
     assert backends["cuda"]["description"] in done("doctor", folder=tmp_path)

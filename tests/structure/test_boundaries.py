@@ -64,6 +64,7 @@ PACKAGES = {
     "kvreplay.sweep": ("kvreplay", "kvreplay.sweep"),
     "kvreplay.capture": ("kvreplay", "kvreplay.sweep", "kvreplay.capture"),
     "kvreplay.bounds": ("kvreplay", "kvreplay.bounds"),
+    "kvreplay.calibrate": ("kvreplay", "kvreplay.calibrate"),
     "kvreplay.compare": ("kvreplay", "kvreplay.compare"),
     "kvreplay.conformance": ("kvreplay", "kvreplay.conformance"),
     "kvreplay.tune": ("kvreplay", "kvreplay.capture", "kvreplay.live", "kvreplay.compare", "kvreplay.tune"),

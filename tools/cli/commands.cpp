@@ -21,6 +21,8 @@ constexpr const Command* command_table[] = {
     &new_policy_command, &metrics_command, &completion_command, &help_command};
 
 constexpr Command companion_table[] = {
+    {"calibrate", "computes calibration files of eviction methods from traces", calibrate_operands, calibrate_options,
+     nullptr, nullptr, calibrate_examples},
     {"capture", "captures queries, keys and values of a language model as a trace", capture_operands, capture_options,
      nullptr, nullptr, capture_examples},
     {"check", "compares the kept positions of an inference engine with a policy, and names the cause of a difference",

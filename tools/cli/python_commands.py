@@ -20,10 +20,10 @@ from kvreplay.program import Parser  # noqa: E402
 
 kvreplay.__path__.append(str(TOOLS))  # of kvreplay.capture and kvreplay.live
 MODULES = {
-    "capture": "capture.command", "check": "conformance.command", "compare": "compare.command",
-    "example": "example_trace", "export": "export", "live": "live.command", "plot": "plot.command",
-    "predict": "predict.command", "regret": "bounds.command", "report": "report.command", "sql": "sql",
-    "sweep": "sweep.command", "tune": "tune.command", "why": "why",
+    "calibrate": "calibrate.command", "capture": "capture.command", "check": "conformance.command",
+    "compare": "compare.command", "example": "example_trace", "export": "export", "live": "live.command",
+    "plot": "plot.command", "predict": "predict.command", "regret": "bounds.command", "report": "report.command",
+    "sql": "sql", "sweep": "sweep.command", "tune": "tune.command", "why": "why",
 }  # fmt: skip
 OF_EVERY_COMMAND = ("help", "quiet", "version")
 

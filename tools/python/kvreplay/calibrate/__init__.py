@@ -1,0 +1,1 @@
+"""Calibration files of eviction methods, computed from traces."""
