@@ -27,7 +27,8 @@ std::string lacks(const Plan& plan, Property property) {
     case Property::scores_what_is_held:
       return in_place_of(scores_what_is_held(plan.score), "a score over all tokens");
     case Property::attention_by_query:
-      return in_place_of(plan.score.online != OnlineScore::none, plan.score ? "another score" : "no score");
+      return in_place_of(plan.score.online != OnlineScore::none || (!plan.score && plan.protect.is_all()),
+                         plan.score ? "another score" : "no score");
     case Property::reads_scores:
       return in_place_of(plan.select.reads_scores, "a selector without scores");
     case Property::best_tokens:
@@ -61,6 +62,8 @@ std::string lacks(const Plan& plan, Property property) {
       return plan.schedule->spares_question() ? "" : plan.schedule->name();
     case Property::unchanged:
       return in_place_of(!plan.store->moves_tokens && !plan.store->changes_tokens(), "another store");
+    case Property::scored_in_place:
+      return in_place_of(!plan.store->moves_tokens || !plan.score, "another store");
     case Property::cache_positions:
       return in_place_of(plan.store->moves_tokens, "tokens at their original positions");
   }

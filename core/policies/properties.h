@@ -14,7 +14,7 @@ enum class Property {
   has_score,              // score
   unscored,               // score: there is none
   scores_what_is_held,    // score: whatever is resident
-  attention_by_query,     // score: each next query adds to it, or replaces it
+  attention_by_query,     // score: each next query adds to it, or replaces it; or all of the budget is protected
   reads_scores,           // select
   best_tokens,            // select: no others
   fills_budget,           // select: exactly
@@ -31,6 +31,7 @@ enum class Property {
   decided_once,           // schedule: for good
   question_spared,        // schedule: the question that ends the prompt
   unchanged,              // store: keys and values are as they were, where they were
+  scored_in_place,        // store: tokens do not move, or there is no score
   cache_positions         // store: tokens move to their slots
 };
 

@@ -110,6 +110,9 @@ inline std::vector<std::string> all_policies() {
            "random:heads=layer,sinks=2,window=3,schedule=every(11)",
            "strided:schedule=threshold(0.5,0.25)",
            "local:schedule=rolling",
+           "local:schedule=online",
+           "streaming-llm:schedule=online,positions=cache",
+           "streaming-llm:schedule=online,prefill=once,grow=true,sinks=2",
            "local:store=cache",
            "h2o:select=chunks,chunk=3,allocate=pyramid",
            "snapkv:window=3,heads=layer,score=question,schedule=question-blocks(9),question_tokens=3,"

@@ -427,6 +427,18 @@ TEST_F(LawsOfPapers, RollingSeesTheSinksAndTheLastTokens) {
       }
 }
 
+TEST_F(LawsOfPapers, AnOnlineWindowEvictsAfterEachQuery) {
+  const RecordedRun run = record(trace(), {"streaming-llm:schedule=online", "local:schedule=online"}, 20);
+  for (int cell = 0; cell < 2; ++cell)
+    for (int l = 0; l < layers; ++l)
+      for (int t = 0; t < tokens; ++t) {
+        const KeptSet seen = run.selections.at({cell, l}).seen_by(t);
+        const int sinks = cell == 0 ? 4 : 0;
+        for (int j = 0; j <= t; ++j)
+          ASSERT_EQ(seen.keeps(0, j), j < sinks || j >= t - (20 - sinks)) << "query " << t << ", token " << j;
+      }
+}
+
 TEST_F(LawsOfPapers, FinchKeepsItsShareAfterEachBlock) {
   // n_q = 6, n = 84, k = 14: after each block of 10, floor(k seen / n) of the context.
   const std::string finch = "finch:question=last,question_tokens=6,blocks=10";

@@ -288,6 +288,7 @@ def cam_one_shot(case: Case) -> Selection:
 THE_SAME = {  # a policy under a schedule that makes it another one
     ("h2o-online", "once"): ("h2o", {"agg": "mean", "overlap": "false"}),
     ("h2o", "online"): ("h2o-online", {"grow": "false", "prefill": "online"}),
+    ("local", "online"): ("streaming-llm", {"sinks": "0", "positions": "original"}),
     ("local", "rolling"): ("streaming-llm", {"sinks": "0", "positions": "original", "rolling": "true"}),
     ("streaming-llm", "rolling"): ("streaming-llm", {"rolling": "true"}),
 }

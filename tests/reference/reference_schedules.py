@@ -345,11 +345,33 @@ def question_scores(
     return total[: len(there)]
 
 
-# ------------------------------------------------------------------------------------------------------------ rolling
+# ----------------------------------------------------------------------------------------- sinks and a recent window
+
+
+def window_at_every_token(case: Case) -> Selection:
+    """Whenever a row holds more than its capacity, the oldest token behind its sinks goes."""
+    trace, sinks = case.trace, case.number("sinks")
+    grow, once = (case.parameters.get(name) == value for name, value in (("grow", "true"), ("prefill", "once")))
+    layers, decisions = [], []
+    for index in range(len(trace.treated)):
+        residents = Residents(case, index)
+        layers.append(residents)
+        for t in range(trace.prompt - 1 if once else 0, trace.prompt if grow else trace.tokens):
+            budget = budget_after(case, t + 1)
+            for row in range(case.row_count):
+                there = residents.at(row, t)
+                first = there[there < sinks][:budget]
+                kept = np.union1d(first, there[len(there) - budget + len(first) :]) if len(there) > budget else there
+                decisions.append(found(f"layer {index} query {t}", same(kept, residents.theirs(row, t))[1]))
+                residents.keep(row, t, kept)
+    end = np.flatnonzero(layers[0].evicted_at[0, : trace.prompt] >= trace.prompt)
+    return scheduled(case, layers, decisions, fixed=end, moved=case.parameters["positions"] == "cache")
 
 
 def streaming_llm(case: Case) -> Selection:
     """The first s tokens and the last B-s; rolling: counted back from the query that looks."""
+    if call_of(case.parameters.get("schedule", ""))[0] == "online":
+        return window_at_every_token(case)
     sinks, budget, prompt = case.number("sinks"), case.budget, case.trace.prompt
     kept = protection(sinks, budget, budget, prompt)
     selection = uniform(case, lambda layer, row: kept, kept)

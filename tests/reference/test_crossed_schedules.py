@@ -59,7 +59,7 @@ def schedules_of(policy: str) -> list[str]:
         return [""]
     if policy == "finch":  # asks a question, which must be kept whole
         return ["", "question-blocks"]
-    more = {"sca": ["threshold"], "local": ["rolling"], "streaming-llm": ["rolling"]}
+    more = {"sca": ["threshold"], **dict.fromkeys(("local", "streaming-llm"), ["online", "rolling"])}
     more |= dict.fromkeys(("h2o", "h2o-online", "tova"), ["online"])
     return ["", "once", *more.get(policy, []), *(SCHEDULES if policy in RULES else [])]
 
@@ -327,6 +327,11 @@ ONLINE += [
     f"{policy},{','.join(given)}"
     for policy in ("h2o:schedule=online,recent=3", "tova:schedule=online", "tova:schedule=online,protect_last=true")
     for given in itertools.product(("grow=true", "prefill=once", "grow=true,prefill=once"), ("sinks=3", "sinks=1"))
+]
+ONLINE += [
+    f"streaming-llm:schedule=online,sinks=3,positions={place}{more}"
+    for place in ("original", "cache")
+    for more in ("", ",grow=true", ",prefill=once", ",grow=true,prefill=once")
 ]
 
 

@@ -88,9 +88,10 @@ const Refused refused[] = {
     {"snapkv:schedule=question-blocks(9,relevance)",
      "snapkv: order=relevance needs cache positions: expected store=cache, or "
      "order=position, found tokens at their original positions"},
-    {"local:schedule=online",
-     "local: schedule=online evicts by attention, query by query: expected score=cumulative or score=newest, found no "
-     "score"},
+    {"h2o:schedule=online,store=cache",
+     "h2o: schedule=online scores tokens at their original positions: expected store=exact, found another store"},
+    {"strided:schedule=online",
+     "strided: schedule=online selects the evicted token itself: expected select=top-k, found another selector"},
     {"tova:schedule=online,window_at=question",
      "tova: window_at=question needs the whole prompt: expected schedule=once, found schedule=online"},
     {"h2o:schedule=rolling",

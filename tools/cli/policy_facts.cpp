@@ -104,7 +104,7 @@ std::string cost_of(const LayerPlan& range) {
   const Needs needs = needs_of(plan);
   const bool reads_window = needs.recent_queries || needs.question || needs.last_queries > 0;
   if (needs.future_queries) return "O(m n)";
-  if (plan.schedule->is_online()) return "O(n B)";
+  if (plan.schedule->is_online() && (plan.score || plan.store->changes_tokens())) return "O(n B)";
   if (plan.score.accumulates || plan.score.quadratic || plan.store->needs.all_queries) return "O(n^2)";
   if (plan.select.one_set) return has_one_source(range) ? "O(n B), in one layer" : "O(n B)";
   if (reads_window && !plan.score) return "O(w + n)";  // a store reads the queries and the keys apart

@@ -1,5 +1,6 @@
 // Evicts the token with the lowest score after each token while more than B are resident, also after the prompt.
 #include <algorithm>
+#include <deque>
 
 #include "attention/backend.h"
 #include "policies/plan_part.h"
@@ -32,6 +33,26 @@ Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, co
   return held;
 }
 
+/// Without scores all of the budget is protected, so that the positions decide: the token behind the resident sinks is
+/// evicted. [T] position of the query after which each token is evicted, -1 never.
+std::vector<std::int32_t> evicted_by_position(const ScheduledLayer& layer, int first, int end) {
+  const LayerView& view = layer.view;
+  std::vector<std::int32_t> evicted(static_cast<std::size_t>(view.tensors().k.tokens), -1);
+  std::deque<std::int32_t> resident;
+  for (int t = 0; t < end; ++t) {
+    resident.push_back(t);
+    const int budget = layer.budget.after(t + 1);
+    const int excess = static_cast<int>(resident.size()) - budget;
+    if (t < first || excess <= 0) continue;
+    const int sinks = layer.plan.protect.within(budget, view.prompt(), view.question()).sinks;
+    const auto from = std::find_if(resident.begin(), resident.begin() + std::min(sinks, budget),
+                                   [&](std::int32_t j) { return j >= layer.plan.protect.sinks; });
+    std::for_each(from, from + excess, [&](std::int32_t j) { evicted[static_cast<std::size_t>(j)] = t; });
+    resident.erase(from, from + excess);
+  }
+  return evicted;
+}
+
 class Online final : public Schedule {
  public:
   Online(bool grow, bool prefill_once) : grow_(grow), prefill_once_(prefill_once) {}
@@ -43,7 +64,8 @@ class Online final : public Schedule {
   Requirements required() const override {
     Requirements all = Schedule::required();
     all.push_back({Property::best_tokens, "schedule=online selects the evicted token itself", "select=top-k"});
-    all.push_back({Property::unchanged, "schedule=online needs tokens at their original positions", "store=exact"});
+    all.push_back(
+        {Property::scored_in_place, "schedule=online scores tokens at their original positions", "store=exact"});
     all.push_back({Property::group_mean, "schedule=online averages over the query heads of a group", "agg=mean"});
     all.push_back({Property::attention_by_query, "schedule=online evicts by attention, query by query",
                    "score=cumulative or score=newest"});
@@ -54,6 +76,7 @@ class Online final : public Schedule {
     const auto& [view, plan, budget, who, poll] = layer;
     const int tokens = view.tensors().k.tokens;
     const int prompt = view.prompt();
+    if (!plan.score) return by_position(layer);
     const bool accumulate = plan.score.online == OnlineScore::sum;
     // The sum of the newest token has one term, so it is protected if the sinks leave room. Scores of a single query
     // are comparable for all tokens.
@@ -116,6 +139,19 @@ class Online final : public Schedule {
   }
 
  private:
+  LayerSelection by_position(const ScheduledLayer& layer) const {
+    const LayerView& view = layer.view;
+    const std::vector<std::int32_t> evicted = evicted_by_position(layer, prefill_once_ ? view.prompt() - 1 : 0,
+                                                                  grow_ ? view.prompt() : view.tensors().k.tokens);
+    LayerSelection selection = empty_selection(view, layer.plan.grouping.heads);
+    for (int row = 0; row < selection.set.rows(); ++row)
+      selection.evicted_at.insert(selection.evicted_at.end(), evicted.begin(), evicted.end());
+    for (int row = 0; row < selection.set.rows(); ++row) hold_at_end_of_prompt(selection, row);
+    const int sinks = selection.set.count_within(0, 0, std::min(layer.plan.protect.sinks, view.prompt()));
+    enter_protected(selection, {sinks, selection.set.count(0) - sinks}, layer.budget.tokens);
+    return selection;
+  }
+
   bool grow_;          // after the prompt nothing goes
   bool prefill_once_;  // the prompt is cut as by schedule=once, its scores go on
 };
