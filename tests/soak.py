@@ -168,6 +168,15 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
         "temperature": ("0.5", "1"),
         "seed": COUNTS,
     },
+    "cam": {
+        "sinks": ("0", "2", "4"),
+        "positions": ("original", "cache"),
+        "merge": ("2", "32"),
+        "mode": ("expected", "sampled"),
+        "attention": ("current", "cumulative"),
+        "mean": ("receivers", "later"),
+        "seed": COUNTS,
+    },
     "cam-one-shot": {
         "recent": ("2", "0.5"),
         "merge": ("2", "3", "32"),
@@ -326,7 +335,7 @@ def replayed(case: Drawn, folder: Path) -> tuple[str, collections.Counter[Verdic
         cell = file["cells"][rows["cell"].iloc[0]]
         theirs, datasets = stored_selection(trace, ours, cell, case.budget, "soak")
     ours = reference_policies.decide(trace, asked, case.budget, case.choice, follow=theirs)
-    theirs = dataclasses.replace(theirs, order=ours.order, stored=ours.stored)
+    theirs = dataclasses.replace(theirs, order=ours.order, stored=ours.stored, evolving=ours.evolving)
     verdicts = compare_selections(trace, ours, theirs, datasets, "soak")
     compare_metrics(trace, theirs, case.choice, rows, "soak", of_sums=SUMS)
     return policy, collections.Counter(verdicts)

@@ -100,9 +100,10 @@ std::vector<double> residents(const LayerFacts& facts) {
 LayerValues peak_residents(const LayerFacts& facts) { return {{}, std::ranges::max(residents(facts))}; }
 LayerValues mean_residents(const LayerFacts& facts) { return {{}, mean(residents(facts))}; }
 
-/// A store changes tokens at the end of the prompt, so that bytes over time are undefined.
+/// Undefined where a store changes tokens once, at the end of the prompt. Where it changes them at each eviction, they
+/// keep their size.
 double bytes_over_time(const LayerFacts& facts, const LayerValues& tokens) {
-  if (facts.stored != nullptr) return std::numeric_limits<double>::quiet_NaN();
+  if (facts.stored != nullptr && !facts.selection.changes_with_time()) return std::numeric_limits<double>::quiet_NaN();
   return bytes_of(facts, std::vector<double>(static_cast<std::size_t>(facts.selection.set.rows()), tokens.layer));
 }
 

@@ -13,12 +13,23 @@
 
 namespace kvreplay {
 
+struct LayerSelection;  // policies/selection.h
+
 /// Keys and values as a store gives them back, for the layer's tokens [0, T); float32.
 struct StoredLayer {
   std::vector<float> keys;    // [Hkv, T, d]
   std::vector<float> values;  // [Hkv, T, d]
   LayerTensors tensors;       // the layer's, with these keys and values
   double bytes = 0;           // that the kept tokens take, all heads
+};
+
+/// A stored layer that changes whenever tokens are evicted.
+class EvolvingLayer {
+ public:
+  virtual ~EvolvingLayer() = default;
+  /// The layer that query t reads, changed by every eviction before it; until the next call. Ascending queries cost
+  /// least.
+  virtual const StoredLayer& before(int query) = 0;
 };
 
 /// The layer that another one is stored with, or that one itself where it is stored alone.
@@ -36,6 +47,8 @@ struct Store {
   using Bytes = std::function<double(const LayerTensors&, int layer, int tokens)>;
   /// What a store that changes tokens makes of a layer. `kept` is the set at the end of the prompt.
   using Apply = std::function<std::unique_ptr<StoredLayer>(const LayerView&, const KeptSet& kept, const Partner&)>;
+  /// What a store that changes tokens at each eviction makes of a layer whose sets change with time.
+  using Evolve = std::function<std::unique_ptr<EvolvingLayer>(const LayerView&, const LayerSelection&)>;
 
   std::string name;             // as it is asked for: "store=quantised"
   Needs needs = {};             // what apply() reads, whatever the scorer does
@@ -46,6 +59,7 @@ struct Store {
   bool exempts_layers = false;  // a token takes more bytes in some layers than in others of their shape
   bool stores_latents = false;  // also keys whose first components are the values
   Apply apply = {};             // empty: keys and values are the same numbers
+  Evolve evolve = {};           // beside apply(); empty: tokens change once, at the end of the prompt
   /// The layer that layer l of L is stored with, l itself where it is stored alone; empty: all are.
   std::function<int(int layer, int layers)> partner = {};
   /// Throws Error{usage} at `who` for layers that cannot be stored; of latent keys the value dimension is 0. Empty: all
@@ -58,6 +72,8 @@ struct Store {
 
 /// A store that changes tokens, each once a KV head, at the end of the prompt.
 Store changing_store(std::string name, Store::Apply apply);
+/// The same at each eviction; tokens keep their size.
+Store evolving_store(std::string name, Store::Apply apply, Store::Evolve evolve);
 
 using StorePtr = std::shared_ptr<const Store>;
 

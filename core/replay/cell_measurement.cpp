@@ -57,8 +57,12 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
       cell = prepared(job, view, paired);
     });
     if (job.failure) continue;
-    const bool changes = job.range(view.layer()).plan.store->changes_tokens();
-    of_.sink.selected(view, job.number, *cell.selection, changes ? cell.stored.get() : nullptr, job.seconds[l]);
+    const StoredLayer* changed = nullptr;
+    if (cell.evolving)
+      changed = &cell.evolving->before(of_.prompt());
+    else if (job.range(view.layer()).plan.store->changes_tokens())
+      changed = cell.stored.get();
+    of_.sink.selected(view, job.number, *cell.selection, changed, job.seconds[l]);
     if (job.cell->measure) to_measure.push_back(std::move(cell));
   }
   if (!to_measure.empty()) measure_in_blocks(view, to_measure);
@@ -73,14 +77,15 @@ CellMeasurement::Measured CellMeasurement::prepared(const Job& job, const LayerV
   const Store& store = *range.plan.store;
   Measured measured{&job, &selection};
   const bool moves = store.moves_tokens && (selection.differs_by_query() || !keeps_all(selection.set));
-  if (store.changes_tokens())
+  if (moves && selection.slots.empty()) measured.positions = Positions::cache;
+  if (store.evolve && selection.changes_with_time())
+    measured.evolving = store.evolve(view, selection);
+  else if (store.changes_tokens())
     measured.stored = store.apply(view, selection.set,
                                   store.pairs_layers() ? paired.at(range.partner_of(view.layer())).partner
                                                        : Partner{view.layer(), view.tensors(), range.first});
   else if (moves && !selection.slots.empty())
     measured.stored = std::make_unique<StoredLayer>(in_slot_order(view, selection));
-  else if (moves)
-    measured.positions = Positions::cache;
   return measured;
 }
 
@@ -143,8 +148,35 @@ std::vector<Comparison> CellMeasurement::general_comparison(const LayerView& vie
     const LayerTensors& layer = view.tensors();
     return 2 * visible_pairs(layer, queries, layer.k.tokens) * (layer.q.dim + layer.v.dim);
   });
+  if (cell.evolving) return evolving_comparison(view, cell, queries, sets, outputs);
   return of_.backend.compare_attention(view.tensors(), cell.stored ? cell.stored->tensors : view.tensors(),
                                        cell.positions, queries, of_.prompt(), sets, outputs);
+}
+
+/// Query by query, since each reads a layer of its own.
+std::vector<Comparison> CellMeasurement::evolving_comparison(const LayerView& view, const Measured& cell,
+                                                             std::span<const std::int32_t> queries, KeptSets sets,
+                                                             OutputVectors* outputs) const {
+  const auto heads = static_cast<std::size_t>(view.query_heads()), count = queries.size();
+  const auto dim = static_cast<std::size_t>(view.tensors().v.dim);
+  std::vector<Comparison> compared(heads * count);
+  if (outputs != nullptr) {
+    outputs->full.assign(compared.size() * dim, 0.0F);
+    outputs->errors = outputs->full;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    OutputVectors of_query;
+    const std::vector<Comparison> one = of_.backend.compare_attention(
+        view.tensors(), cell.evolving->before(queries[i]).tensors, cell.positions, queries.subspan(i, 1), of_.prompt(),
+        sets.subspan(sets.size() == 1 ? 0 : i, 1), outputs != nullptr ? &of_query : nullptr);
+    for (std::size_t head = 0; head < heads; ++head) {
+      compared[head * count + i] = one[head];
+      if (outputs == nullptr) continue;
+      std::copy_n(&of_query.full[head * dim], dim, &outputs->full[(head * count + i) * dim]);
+      std::copy_n(&of_query.errors[head * dim], dim, &outputs->errors[(head * count + i) * dim]);
+    }
+  }
+  return compared;
 }
 
 /// One query of each cell in one query head of one layer takes the general path too, where it lies in the block just

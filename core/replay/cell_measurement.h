@@ -22,11 +22,12 @@ class CellMeasurement {
   struct Measured {
     const Job* job;
     const LayerSelection* selection;
-    std::unique_ptr<StoredLayer> stored = {};  // what the store made of the layer; null: it is as it was
+    std::unique_ptr<StoredLayer> stored = {};      // what the store made of the layer; null: it is as it was
+    std::unique_ptr<EvolvingLayer> evolving = {};  // the same of a store that changes it at each eviction
     Positions positions = Positions::original;
     std::vector<KeptSet> by_query = {};  // of the block under way, where sets change with time
 
-    bool is_general() const { return stored != nullptr || positions == Positions::cache; }
+    bool is_general() const { return stored || evolving || positions == Positions::cache; }
   };
 
   Measured prepared(const Job& job, const LayerView& view, const std::map<int, PairedLayer>& paired) const;
@@ -34,6 +35,9 @@ class CellMeasurement {
   std::vector<Comparison> general_comparison(const LayerView& view, const Measured& cell,
                                              std::span<const std::int32_t> queries, KeptSets sets,
                                              OutputVectors* outputs) const;
+  std::vector<Comparison> evolving_comparison(const LayerView& view, const Measured& cell,
+                                              std::span<const std::int32_t> queries, KeptSets sets,
+                                              OutputVectors* outputs) const;
   void cross_check(const LayerView& view, const Measured& cell, KeptSets sets, std::size_t first,
                    std::span<const std::int32_t> block);
 

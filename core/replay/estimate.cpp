@@ -23,6 +23,7 @@ struct Shape {
   bool whole = true;
   bool own_memory = false;  // counts of any size
   bool general = false;     // measured by the general comparison
+  bool evolves = false;     // its stored values change with time
   bool online = false;
   bool in_time = false;       // sets change with time
   bool reads = false;         // each query reads a set of its own
@@ -43,10 +44,11 @@ Shape shape_of(const Cell& cell, const LayerShape& largest, const Conditions& co
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
     shape.own_memory |= plan.own_memory;
     shape.general |= plan.store->moves_tokens || plan.store->changes_tokens();
+    shape.evolves |= static_cast<bool>(plan.store->evolve);
     shape.reads |= plan.schedule->decided() == Decision::never;
     shape.in_time |= plan.schedule->decided() == Decision::during_prefill;
     shape.pairs |= plan.store->pairs_layers();
-    shape.online |= plan.schedule->is_online();
+    shape.online |= plan.schedule->is_online() && (plan.score || plan.store->evolve);
     if (plan.select.one_set)
       for (int l = 0; l < count; ++l) shape.similarity_layers += plan.share.is_source(l, count) ? 1 : 0;
     const Needs needs = needs_of(plan);
@@ -162,7 +164,8 @@ class CellSums {
     work.comparisons = true;
     comparisons += static_cast<double>(conditions.eval_queries.size()) / sample_few_queries *
                    static_cast<double>(header.tokens()) / sample_tokens;
-    stored_bytes = vector_bytes(largest.kv_heads);
+    // Values that go on changing are held in float64, too.
+    stored_bytes = std::max(stored_bytes, vector_bytes(largest.kv_heads) * (shape.evolves ? 2 : 1));
   }
 
   void add_sets(const Shape& shape, double share) {

@@ -20,7 +20,7 @@ from program import PROGRAM, done, kvreplay
 from kvreplay.trace import Trace, TraceWriter
 
 POLICIES = set(
-    "ada-kv cam-one-shot caote cap-kv chunkkv compactor critical-kv cur defensive-kv dms double-sparsity "
+    "ada-kv cam cam-one-shot caote cap-kv chunkkv compactor critical-kv cur defensive-kv dms double-sparsity "
     "duo-attention dynamickv expected-attention finch full h2o h2o-online head-kv hybrid keydiff keyformer kivi "
     "knorm kvcompose kvcrush kvzip lagkv lava leverage lfu local lru minicache nacl native observed-attention "
     "oracle oracle-top-k oracle-top-p page-means pq pyramid-infer pyramid-kv q-filter quest r-kv random "
@@ -168,8 +168,8 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
     [found] = json.loads(done("info", "--json", "a.h5", folder=tmp_path))
     refused = {policy["name"]: policy["why_not"] for policy in found["policies"] if not policy["served"]}
     all_queries = (
-        "cam-one-shot cap-kv compactor double-sparsity duo-attention expected-attention h2o h2o-online keyformer lfu "
-        "lru observed-attention q-filter tri-attention vatp"
+        "cam cam-one-shot cap-kv compactor double-sparsity duo-attention expected-attention h2o h2o-online keyformer "
+        "lfu lru observed-attention q-filter tri-attention vatp"
     )
     windows_of_more = "defensive-kv lava scissorhands think vase"
     assert set(refused) == {"oracle", *ASK_FOR_MORE, *all_queries.split(), *windows_of_more.split()}

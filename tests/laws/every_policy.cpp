@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <optional>
 
 #include "all_policies.h"
 #include "naive_attention.h"
@@ -327,6 +328,13 @@ TEST_P(EveryPolicy, ChoosesByWhatComesBeforeTheBoundary) {
   EXPECT_NE(differs, foresees) << "what comes later is not the same";
 }
 
+/// Null where the layer does not change with time.
+std::unique_ptr<EvolvingLayer> evolving_layer(const Plan& plan, const LayerView& view,
+                                              const LayerSelection& selection) {
+  if (!plan.store->evolve || !selection.changes_with_time()) return nullptr;
+  return plan.store->evolve(view, selection);
+}
+
 TEST_P(EveryPolicy, NoQuerySeesAnEvictedTokenAndEachSeesItself) {
   on_all([](const Trace& trace, int budget) {
     const RecordedRun run = record(trace, {GetParam()}, budget);
@@ -372,12 +380,22 @@ TEST_P(EveryPolicy, IsMeasuredWithWhatEachQuerySees) {
         const StoredNumbers* stored = run.stored.contains({0, l}) ? &run.stored.at({0, l}) : nullptr;
         EXPECT_EQ(run.compared_at.contains({0, l}), moves || stored != nullptr);
         const auto queries = conditions.eval_queries.size();
-        const NaiveLayer layer(tensors, stored);
-        for (int h = 0; h < tensors.q.heads; ++h)
-          for (int i = 0; i < static_cast<int>(queries); ++i) {
-            const int t = conditions.eval_queries[static_cast<std::size_t>(i)];
-            const Naive expected = layer.lost(h, t, seen_in_slot_order(selection, tensors, h, t),
-                                              moves ? Positions::cache : Positions::original);
+        const auto backend = tested_backend(1);
+        const LayerView view(*backend, tensors,
+                             {l, layers, conditions.layers[static_cast<std::size_t>(l)], conditions.boundary},
+                             conditions.eval_queries);
+        const std::unique_ptr<EvolvingLayer> evolving = evolving_layer(part.plan, view, selection);
+        std::optional<NaiveLayer> layer(std::in_place, tensors, stored);
+        for (int i = 0; i < static_cast<int>(queries); ++i) {
+          const int t = conditions.eval_queries[static_cast<std::size_t>(i)];
+          if (evolving) {
+            const StoredLayer& now = evolving->before(t);
+            const StoredNumbers of_query{now.keys, now.values, now.bytes};
+            layer.emplace(tensors, &of_query);
+          }
+          for (int h = 0; h < tensors.q.heads; ++h) {
+            const Naive expected = layer->lost(h, t, seen_in_slot_order(selection, tensors, h, t),
+                                               moves ? Positions::cache : Positions::original);
             const Moments& moments = run.moments.at({0, l})[at(h, i, queries)];
             ASSERT_NEAR(moments.mass, expected.mass, 2e-6) << "layer " << l << ", head " << h << ", query " << t;
             if (run.compared_at.contains({0, l})) {
@@ -389,6 +407,40 @@ TEST_P(EveryPolicy, IsMeasuredWithWhatEachQuerySees) {
               ASSERT_NEAR(std::sqrt(moments.error_square), expected.error, 2e-5 * (1 + expected.error));
             }
           }
+        }
+      }
+  });
+}
+
+TEST_P(EveryPolicy, ChangesTokensByWhatComesBeforeTheQuery) {
+  on_all([](const Trace& trace, int budget) {
+    if (budget != 3 && budget != 12) return;
+    const int first = trace.header().prefill / 2 + 1;
+    const Conditions conditions = default_conditions(trace);
+    const auto layers = static_cast<int>(conditions.layers.size());
+    const std::vector<LayerPlan> plans = ConfiguredPolicy::parse(GetParam()).plans(layers);
+    if (std::ranges::none_of(plans, [](const LayerPlan& part) { return bool(part.plan.store->evolve); })) return;
+    const Trace& retold = retold_from(trace, first);
+    const RecordedRun run = record(trace, {GetParam()}, budget), anew = record(retold, {GetParam()}, budget);
+    const auto backend = tested_backend(1);
+    for (const LayerPlan& part : plans)
+      for (int l = part.first; l < part.end(); ++l) {
+        const int stored = conditions.layers[static_cast<std::size_t>(l)];
+        const LayerPlace place{l, layers, stored, conditions.boundary};
+        const LayerView told(*backend, trace.layer(stored), place, conditions.eval_queries);
+        const LayerView told_anew(*backend, retold.layer(stored), place, conditions.eval_queries);
+        const auto one = evolving_layer(part.plan, told, run.selections.at({0, l}));
+        const auto other = evolving_layer(part.plan, told_anew, anew.selections.at({0, l}));
+        if (!one) continue;
+        for (const int t : {first / 2, first, first - 1}) {
+          const std::span<const float> values = one->before(t).values, values_anew = other->before(t).values;
+          const TensorView& v = told.tensors().v;
+          const std::size_t of_head = values.size() / static_cast<std::size_t>(v.heads);
+          const std::size_t told_alike = static_cast<std::size_t>(first) * static_cast<std::size_t>(v.dim);
+          for (std::size_t begin = 0; begin < values.size(); begin += of_head)
+            EXPECT_TRUE(std::ranges::equal(values.subspan(begin, told_alike), values_anew.subspan(begin, told_alike)))
+                << "query " << t;
+        }
       }
   });
 }

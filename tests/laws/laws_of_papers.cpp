@@ -597,6 +597,43 @@ TEST_F(LawsOfPapers, CamOneShotKeepsTheTokensAndTheBytesOfH2o) {
   }
 }
 
+TEST_F(LawsOfPapers, CamKeepsTheTokensAndTheKeysOfStreamingLlm) {
+  const RecordedRun run = record(
+      trace(), {"streaming-llm:schedule=online", "cam", "cam:mode=sampled", "cam:mode=sampled,seed=1", "cam:merge=2"},
+      20);
+  for (int l = 0; l < layers; ++l) {
+    for (int cell = 1; cell < 5; ++cell) {
+      EXPECT_EQ(run.selections.at({cell, l}).set, run.selections.at({0, l}).set);
+      EXPECT_EQ(run.selections.at({cell, l}).evicted_at, run.selections.at({0, l}).evicted_at);
+      EXPECT_EQ(run.stored.at({cell, l}).keys, widened(trace().layer(l).k));
+      EXPECT_EQ(run.stored.at({cell, l}).bytes, 2 * 20 * 32 * 2.0);
+      for (std::size_t i = 0; i < run.moments.at({0, l}).size(); ++i)
+        EXPECT_NEAR(run.compared_at.at({cell, l})[i].mass, run.moments.at({0, l})[i].mass, 1e-6);
+      for (int other = 1; other < cell; ++other)
+        EXPECT_NE(run.stored.at({cell, l}).values, run.stored.at({other, l}).values);
+    }
+  }
+}
+
+TEST_F(LawsOfPapers, WithoutAttentionToEvictedTokensCamIsStreamingLlm) {
+  SynthOptions sliding = options();
+  sliding.sliding_window = {7};
+  const TemporaryTrace file(sliding);
+  const Trace opened = file.open();
+  const Conditions conditions{prompt, eval_queries(opened, "all"), treated_layers(opened, true)};
+  std::vector<Cell> cells;
+  for (const char* policy : {"streaming-llm:schedule=online,sinks=1", "cam:sinks=1", "cam:sinks=1,mode=sampled"})
+    cells.push_back({.policy = ConfiguredPolicy::parse(policy), .budget = 20});
+  RecordedRun run;
+  replay(*tested_backend(2), opened, conditions, cells, run);
+  for (int l = 0; l < layers; ++l)
+    for (const int cell : {1, 2}) {
+      EXPECT_EQ(run.stored.at({cell, l}).values, widened(opened.layer(l).v));
+      for (std::size_t i = 0; i < run.compared_at.at({cell, l}).size(); ++i)
+        EXPECT_NEAR(run.compared_at.at({cell, l})[i].error_square, run.moments.at({0, l})[i].error_square, 1e-6);
+    }
+}
+
 TEST_F(LawsOfPapers, QuestHoldsAllAndReadsPages) {
   const RecordedRun run = record(trace(), {"quest:page=8,least_pages=1,dense_layers=2"}, 24);
   for (int l = 0; l < layers; ++l) {

@@ -91,8 +91,10 @@ def test_every_policy_that_evicts_while_it_reads(case: Callable[..., Case], tmp_
     model, whole, run, trace = opened(case("llama", "decided", FEW))
     asked = [f"{one}:question_tokens=4" if one == "finch" else one for one in during_prefill()]
     every = kv.replay(run.captured("t"), asked, 48, controls="none", output=tmp_path, progress=False)
-    found, left_out = decided_live(cells_of(every, trace, every.cells)[0])
-    assert len(found) + len(left_out) == len(asked) > 40
+    of_run, changing, _ = cells_of(every, trace, every.cells)
+    found, left_out = decided_live(of_run)
+    assert len(found) + len(left_out) + len(changing) == len(asked) > 40
+    assert {line.partition(":")[0] for line in changing} == {"cam", "cam-one-shot"}
     assert {line.partition(":")[0] for line in left_out} == {"finch", "pyramid-infer", "sca"}
     assert checked(model, whole, every, trace)
 

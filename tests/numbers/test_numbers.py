@@ -62,6 +62,7 @@ OTHERS = [
     "quest:page=3",
     "kivi:group=4,residual=2",
     "think:window=1,recent=1",
+    "cam:sinks=1",
     "cam-one-shot:recent=1",
     "minicache",
     "q-filter",

@@ -15,6 +15,7 @@ from kvreplay.results import Selection
 # What differs for `kv.check`: sets that change, budgets of layers, stores, schedules, what is read. The laws themselves
 # hold for every registered policy: tests/laws.
 OF_EACH_KIND = [
+    "cam",
     "cam-one-shot",
     "chunkkv",
     "critical-kv:wo=none",

@@ -24,6 +24,7 @@ from kvreplay.results import StoredLayer  # noqa: E402
 CHANGED = [
     "kivi:bits=4,group=8,residual=16",
     "kivi:group=5,residual=7",
+    "cam:merge=2,sinks=2",
     "cam-one-shot:merge=2,recent=2",
     "cam-one-shot:merge=3,mode=sampled,seed=5",
     "think:window=4,ratio=0.5,recent=3",

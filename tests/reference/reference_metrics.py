@@ -83,7 +83,7 @@ def changed_logits(trace: Trace, selection: Selection, index: int, queries: np.n
     """z [Hq,E,T] as the changed cache has it: transformed keys, or residents and query at their slots; None: as is."""
     layer = trace.treated[index]
     group = trace.query_heads // trace.kv_heads
-    if selection.stored is not None:
+    if selection.stored is not None and not selection.moved:
         keys = np.repeat(selection.stored(layer)[0], group, axis=0)
         return capped(trace, rows_of(trace, layer, queries) @ keys.transpose(0, 2, 1))
     if not selection.moved:
@@ -126,6 +126,8 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
         if selection.stored is not None:
             changed_values = np.repeat(selection.stored(layer)[1], group, axis=0)
         output, changed = a @ values, b @ changed_values
+        if selection.evolving is not None:
+            changed = np.einsum("het,hetd->hed", b, np.repeat(selection.evolving(layer, queries), group, axis=0))
         first = np.argsort(~kept[..., prompt], axis=-1, kind="stable")  # kept entries move to the front, in order
         unaligned = np.take_along_axis(kept_a[..., prompt], first, axis=-1)
         by_query = {
@@ -382,7 +384,7 @@ def kv_bytes(trace: Trace, selection: Selection) -> dict[tuple[str, str], Values
         for variant in ("peak", "mean"):  # what lies beside the tokens
             bytes_of[variant] = bytes_of[variant] + changed - bytes_of[""]
         bytes_of[""] = bytes_of["union"] = changed
-    if selection.stored is not None:
+    if selection.stored is not None and selection.evolving is None:
         bytes_of["peak"] = bytes_of["mean"] = np.full(len(end), np.nan)
     return {("kv_bytes", variant): Values(None, layers, float(layers.sum())) for variant, layers in bytes_of.items()}
 

@@ -28,6 +28,7 @@ PRESETS = {
     "kvpress": {"window": "64", "kernel": "5", "pool": "avg"},
 }
 H2O_PRESETS = {"sca": {"recent": "0.25"}, "sca-threshold": {"recent": "128"}, "factory": {"recent": "8"}}
+CAM_PRESETS = {"generate": {"attention": "cumulative", "merge": "16", "positions": "cache"}}
 KIVI_PRESETS = {"table11": {"group": "64", "residual": "0"}}
 SNAPKV = PRESETS["factory"] | {"heads": "kv", "agg": "mean", "pool_order": "group-first"}
 CHUNKKV = {
@@ -39,6 +40,7 @@ CHUNKKV = {
     "window_mode": "reserve",
     "reuse": "1",
 }
+MERGED = {"merge": "32", "mode": "expected", "mean": "receivers", "seed": "0"}
 DEFAULTS: dict[str, dict[str, str]] = {
     "full": {},
     "random": {"seed": "0", "sinks": "0", "window": "0", "heads": "kv", "schedule": "once"},
@@ -112,7 +114,16 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "quest": {"page": "16", "dense_layers": "2", "least_pages": "3"},
     "think": {"window": "32", "ratio": "0.4", "recent": "32"},
     "nacl": {"question": "auto", "question_tokens": "32", "random": "0.3", "temperature": "1", "seed": "0"},
-    "cam-one-shot": {"recent": "0.5", "merge": "32", "mode": "expected", "seed": "0"},
+    "cam": {
+        "sinks": "4",
+        "positions": "original",
+        "schedule": "online",
+        "grow": "false",
+        "prefill": "online",
+        "attention": "current",
+        **MERGED,
+    },
+    "cam-one-shot": {"recent": "0.5", "schedule": "once", "attention": "cumulative", **MERGED},
     "minicache": {"t": "0.6", "distance": "paper", "gap": "0.05"},
     "q-filter": {"filters": "trace"},
     "duo-attention": {"table": "kvpress", "full_heads": "0.5", "sinks": "128", "recent": "256"},
@@ -132,7 +143,7 @@ def parameters_of(policy: Policy) -> dict[str, str]:
     """Every parameter: the defaults, over them the preset, over it what is given."""
     given = dict(policy.given)
     defaults = DEFAULTS.get(policy.name, {})
-    presets = {"h2o": H2O_PRESETS, "kivi": KIVI_PRESETS}.get(policy.name, PRESETS)
+    presets = {"cam": CAM_PRESETS, "h2o": H2O_PRESETS, "kivi": KIVI_PRESETS}.get(policy.name, PRESETS)
     chosen = presets[given.pop("preset")] if "preset" in given else {}
     return defaults | {key: value for key, value in chosen.items() if key in defaults} | given
 
@@ -279,10 +290,24 @@ def critical_kv(case: Case) -> Selection:
 
 def cam_one_shot(case: Case) -> Selection:
     """With the tokens of H2O."""
-    given = DEFAULTS["h2o"] | {
-        key: case.parameters[key] for key in ("recent", "sinks", "protect") if key in case.parameters
-    }
-    return reference_stores.merged_values(case, reference_once.h2o(dataclasses.replace(case, parameters=given)))
+    names = {"recent", "sinks", "protect", "heads", "schedule"} & case.parameters.keys()
+    asked = dataclasses.replace(case, parameters=DEFAULTS["h2o"] | {name: case.parameters[name] for name in names})
+    schedule = call_of(asked.parameters["schedule"])[0]
+    if schedule in reference_rounds.SCHEDULES:
+        return reference_stores.merged_values(case, reference_rounds.in_rounds(asked, "h2o"))
+    if schedule == "online":
+        online = dataclasses.replace(asked, parameters=DEFAULTS["h2o-online"] | asked.parameters)
+        return reference_stores.merged_values(case, reference_schedules.h2o_online(online))
+    return reference_stores.merged_values(case, reference_once.h2o(asked))
+
+
+def cam(case: Case) -> Selection:
+    """With the tokens of StreamingLLM."""
+    schedule = call_of(case.parameters["schedule"])[0]
+    asked = dataclasses.replace(case, parameters=case.parameters | {"rolling": str(schedule == "rolling").lower()})
+    if schedule in reference_rounds.SCHEDULES:
+        return reference_stores.merged_values(case, reference_rounds.in_rounds(asked, "streaming-llm"))
+    return reference_stores.merged_values(case, reference_schedules.streaming_llm(asked))
 
 
 THE_SAME = {  # a policy under a schedule that makes it another one
@@ -333,6 +358,7 @@ POLICIES = {
     "critical-kv": critical_kv,
     "quest": reference_stores.quest,
     "nacl": reference_attention.nacl,
+    "cam": cam,
     "cam-one-shot": cam_one_shot,
     "q-filter": reference_geometry.q_filter,
     "leverage": reference_geometry.leverage,

@@ -91,6 +91,8 @@ class Selection:
     moved: bool = False  # residents sit at their slots, by ascending position unless `order` says otherwise
     order: list[list[np.ndarray]] | None = None  # kept prompt positions by slot
     stored: Callable[[int], tuple[np.ndarray, np.ndarray]] | None = None  # stored layer to changed K, V
+    # stored layer, [E] to the V [Hkv,E,T,d] that each query reads, where evictions go on changing them
+    evolving: Callable[[int, np.ndarray], np.ndarray] | None = None
     stored_bytes: Callable[[int], float] | None = None  # bytes of a stored layer's changed prompt
 
     def granularity(self, layer: int) -> str:

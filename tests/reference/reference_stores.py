@@ -8,8 +8,9 @@ import math
 from fractions import Fraction
 
 import numpy as np
-from reference import aggregate, cumulative_attention, rank, rows_of
+from reference import aggregate, logits, rank, rows_of, softmax
 from reference_geometry import NOTHING, uniform_number
+from reference_metrics import changed_logits
 from reference_number_formats import decoded, rotated, vectors_bytes
 from reference_selection import Case, Selection, call_of, pieces, unwrapped
 
@@ -110,30 +111,75 @@ def think(case: Case) -> Selection:
     return fewer_channels(case, whole_prompt(case))
 
 
-# --------------------------------------------------------------------------------------------------------- cam-one-shot
+# --------------------------------------------------------------------------------------------------------------- cam
+
+
+def last_seen(case: Case, base: Selection, index: int) -> np.ndarray:
+    """[Hkv,T] of a treated layer: the query after which each token is evicted, T for never."""
+    trace = case.trace
+    if base.seen is not None:
+        seen = base.seen(np.arange(trace.tokens))
+        last = np.array([[trace.tokens if of[-1] else np.flatnonzero(of)[-1] for of in seen.T]])
+    elif base.evicted_at is not None:
+        last = np.where(base.evicted_at[index] < 0, trace.tokens, base.evicted_at[index])
+    else:
+        rows = (case.follow or base).rows[index]
+        last = np.full((len(rows), trace.tokens), trace.tokens)
+        for row, kept in enumerate(rows):
+            last[row, np.setdiff1d(np.arange(trace.prompt), kept)] = trace.prompt - 1
+    return np.repeat(last, trace.kv_heads // len(last), axis=0)
 
 
 def merged_values(case: Case, base: Selection) -> Selection:
-    """What another policy keeps; the kept values take up, in equal parts, what was evicted before them."""
-    trace, prompt = case.trace, case.trace.prompt
-    spread, sampled = case.number("merge"), case.parameters["mode"] == "sampled"
+    """What another policy keeps; tokens that remain take up the values of those that are evicted before them."""
+    trace, given = case.trace, case.parameters
+
+    @functools.cache
+    def merges(layer: int) -> list[tuple[int, int, int, np.ndarray, float]]:
+        """Query, KV head, evicted token, the tokens that take its value, and the share of it that each takes."""
+        index, found = trace.treated.index(layer), []
+        last = last_seen(case, base, index)
+        paid = np.zeros((trace.kv_heads, trace.tokens))
+        at_slots = dataclasses.replace(base, evicted_at=np.repeat([last], len(trace.treated), axis=0), seen=None)
+        at_slots = dataclasses.replace(at_slots, rows=[list(last)] * len(trace.treated))  # a row a KV head
+        for t in range(trace.tokens):
+            z, visible = logits(trace, layer, np.array([t]))
+            if base.moved:
+                z = changed_logits(trace, at_slots, index, np.array([t]))
+            there = (last >= t)[:, None] & visible
+            now = softmax(z, np.repeat(there, trace.query_heads // trace.kv_heads, axis=0))[:, 0]
+            now = aggregate(now, "kv", "mean", trace.kv_heads)
+            paid = now if given["attention"] == "current" else paid + now
+            for head, token in reversed(np.argwhere(last == t)):
+                later = np.flatnonzero(last[head, : t + 1] > t)
+                later = later[later > token]
+                takers = later[: case.number("merge")]
+                if len(takers) == 0 or paid[head, token] == 0:
+                    continue
+                compared = takers if given["mean"] == "receivers" else later
+                share = min(1.0, paid[head, token] / paid[head, compared].mean())
+                if given["mode"] == "sampled":
+                    share = float(uniform_number(case.number("seed"), layer, head, token) < share)
+                found.append((t, head, token, takers, share / len(takers)))
+        return found
+
+    def values_before(layer: int, queries: np.ndarray) -> np.ndarray:
+        """[Hkv,E,T,d]; `queries` ascend."""
+        values, states, done = trace.layers[layer].v.copy(), [], 0
+        for query in queries:
+            for t, head, token, takers, share in merges(layer)[done:]:
+                if t >= query:
+                    break
+                values[head, takers] += share * values[head, token]
+                done += 1
+            states.append(values.copy())
+        return np.stack(states, axis=1)
 
     def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
-        values = trace.layers[layer].v.copy()
-        paid = aggregate(cumulative_attention(trace, layer), "kv", "mean", trace.kv_heads)
-        for head, kept in enumerate(kept_by_head(case, base, layer)):
-            for token in np.setdiff1d(np.arange(prompt), kept)[::-1]:
-                following = kept[kept > token][:spread]
-                if len(following) == 0:
-                    continue
-                share = min(1.0, paid[head, token] / paid[head, following].mean())
-                if sampled:
-                    u = uniform_number(case.number("seed"), layer, head, token)
-                    share = float(u < share)
-                values[head, following] += share * trace.layers[layer].v[head, token] / len(following)
-        return trace.layers[layer].k, values
+        return trace.layers[layer].k, values_before(layer, np.array([trace.prompt]))[:, 0]
 
-    return dataclasses.replace(base, stored=stored)
+    changes = base.evicted_at is not None or base.seen is not None
+    return dataclasses.replace(base, stored=stored, evolving=values_before if changes else None)
 
 
 # ------------------------------------------------------------------------------------------------------- number formats

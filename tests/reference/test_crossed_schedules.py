@@ -44,8 +44,9 @@ ALL_SCHEDULES = {"once", "online", "rolling", *SCHEDULES}
 
 # Policies that keep everything, by position alone, what the eval queries attend to, or as much as they like.
 WITHOUT_PROTECTION = {"full", "kivi", "think", "minicache", "quest", "local", "streaming-llm", "strided", "truncate"}
-WITHOUT_PROTECTION |= {"oracle", "random-twin", "duo-attention", "simlayerkv", "dms", *READING}
+WITHOUT_PROTECTION |= {"cam", "oracle", "random-twin", "duo-attention", "simlayerkv", "dms", *READING}
 WITH_OWN_SINKS = {name for name, defaults in DEFAULTS.items() if "sinks" in defaults}
+MERGES = {"cam", "cam-one-shot"}
 # Policies that score by an observation window at the end of the prompt.
 WINDOWS = {"snapkv", "pyramid-kv", "pyramid-infer", "dynamickv", "chunkkv", "hybrid", "ada-kv", "head-kv", "lava"}
 WINDOWS |= {"defensive-kv", "caote", "tova", "scissorhands"}
@@ -60,8 +61,10 @@ def schedules_of(policy: str) -> list[str]:
     if policy == "finch":  # asks a question, which must be kept whole
         return ["", "question-blocks"]
     more = {"sca": ["threshold"], **dict.fromkeys(("local", "streaming-llm"), ["online", "rolling"])}
-    more |= dict.fromkeys(("h2o", "h2o-online", "tova"), ["online"])
-    return ["", "once", *more.get(policy, []), *(SCHEDULES if policy in RULES else [])]
+    more |= dict.fromkeys(("h2o", "h2o-online", "tova", "cam-one-shot"), ["online"])
+    more["cam"] = more["streaming-llm"]
+    base = {"cam": "streaming-llm", "cam-one-shot": "h2o"}.get(policy, policy)
+    return ["", "once", *more.get(policy, []), *(SCHEDULES if base in RULES else [])]
 
 
 @functools.cache
@@ -86,7 +89,8 @@ class Setting:
 
     def policies(self) -> list[str]:
         """Those that have such a granularity."""
-        return [policy for policy in ALL_POLICIES if not self.heads or self.heads in heads_of(policy)]
+        others = MERGES if self.heads == "query" else set()  # a merged token has one copy in each KV head
+        return [one for one in ALL_POLICIES if not self.heads or self.heads in heads_of(one) if one not in others]
 
     def takes(self, policy: str, schedule: str) -> bool:
         """Whether the policy has the parameter `more`, under a schedule that goes with it."""
@@ -151,6 +155,7 @@ SHORT = Setting(
         "simlayerkv": "sinks=1,recent=5,threshold=0.3",
         "chunkkv": "chunk=3,window=2",
         "hybrid": "chunkkv.chunk=3,chunkkv.window=2,snapkv.window=3",
+        "cam": "sinks=2,merge=2",
         "cam-one-shot": "recent=3,merge=2",
         "kivi": "group=4,residual=5",
         "think": "window=4,recent=3",

@@ -288,6 +288,29 @@ def test_channels_of_think() -> None:
     assert chosen(trace, "think:ratio=0.24", "2").stored(0)[0].tolist() == [keys]
 
 
+def test_values_of_cam() -> None:
+    keys, values = [[0.0]] * 4, [[1.0], [10], [100], [1000]]  # even attention: each value is merged
+    trace = one_head(np.ones((4, 1)), keys, values)
+    changed = chosen(trace, "cam:sinks=0,merge=2", "2")
+    states = changed.evolving(0, np.arange(5))[0, :, :, 0]
+    assert states.tolist() == [[1, 10, 100, 1000]] * 3 + [[1, 10.5, 100.5, 1000], [1, 10.5, 105.75, 1005.25]]
+    sampled = chosen(trace, "cam:sinks=0,merge=2,mode=sampled,attention=cumulative", "2")
+    np.testing.assert_array_equal(sampled.evolving(0, np.array([3, 4]))[0, :, :, 0], states[3:])
+
+
+def test_probabilities_of_cam() -> None:
+    """After the third query the first token is evicted: weights 1, 2 and 5, of which the next one and both count."""
+    weights = np.log([1.0, 2, 5])
+    trace = one_head(np.ones((3, 1)), weights[:, None], [[8.0], [0], [0]])
+    for given, values in (
+        ("merge=1", [8, 4, 0]),
+        ("merge=1,mean=later", [8, 8 * 2 / 7, 0]),
+        ("merge=2", [8, 4 * 2 / 7, 4 * 2 / 7]),
+    ):
+        changed = chosen(trace, f"cam:sinks=0,{given}", "2")
+        np.testing.assert_allclose(changed.evolving(0, np.array([3]))[0, 0, :, 0], values)
+
+
 def test_values_of_cam_one_shot() -> None:
     keys = [[0.0], [0], [0], [0], [0]]  # even attention: sums 1/1 + 1/2 + ... + 1/5, and so on
     values = [[1.0], [10], [100], [1000], [10000]]

@@ -46,7 +46,7 @@ def program_selection(run: Run, policy: str, budget: str) -> tuple[Selection, Se
             trace, ours, file["cells"][cell_of(run, policy, budget).name], budget, where
         )
     ours = decide(trace, Policy.parse(policy), budget, run.choice, follow=theirs)
-    return ours, dataclasses.replace(theirs, order=ours.order, stored=ours.stored), datasets
+    return ours, dataclasses.replace(theirs, order=ours.order, stored=ours.stored, evolving=ours.evolving), datasets
 
 
 @case

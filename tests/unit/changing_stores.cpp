@@ -9,6 +9,7 @@
 #include "attention_reference.h"
 #include "fake_backend.h"
 #include "float_types.h"
+#include "policies/selection.h"
 #include "policies/stores/fewer_channels.h"
 #include "policies/stores/merged_values.h"
 #include "policies/text/configured.h"
@@ -178,6 +179,34 @@ TEST_F(Merged, NothingWhereNothingIsEvictedOrSeen) {
   backend.sums = Matrix(6, prompt);
   LayerView unseen{backend, tensors, {.prompt = prompt}, {}};
   EXPECT_EQ(MergedValues{}.store()->apply(unseen, kept(), {})->values, widened(tensors.v));
+}
+
+/// Four tokens of one head whose keys are 0, so that attention is even and each value is merged.
+TEST(EvolvingValues, OfEvenAttentionByHand) {
+  const std::vector<float> zeros(4), numbers{1, 10, 100, 1000};
+  const auto view_of_numbers = [](const std::vector<float>& all) {
+    return TensorView{
+        .data = reinterpret_cast<const std::byte*>(all.data()), .heads = 1, .tokens = 4, .dim = 1, .stride = 0};
+  };
+  const LayerTensors tensors{.q = view_of_numbers(zeros),
+                             .k = view_of_numbers(zeros),
+                             .v = view_of_numbers(numbers),
+                             .query_positions = {},
+                             .rope = {}};
+  const auto backend = make_backend("cpu", 1);
+  const LayerView layer(*backend, tensors, {.prompt = 3}, {});
+  LayerSelection two_resident = empty_selection(layer, Heads::kv);
+  two_resident.evicted_at = {2, 3, -1, -1};
+  for (const auto attention : {MergedValues::Attention::current, MergedValues::Attention::cumulative}) {
+    const MergedValues part{.merge = 2, .attention = attention};
+    const auto evolving = part.store()->evolve(layer, two_resident);
+    using Values = std::vector<float>;
+    EXPECT_EQ(evolving->before(2).values, numbers);
+    EXPECT_EQ(evolving->before(3).values, (Values{1, 10.5, 100.5, 1000}));
+    EXPECT_EQ(evolving->before(4).values, (Values{1, 10.5, 105.75, 1005.25}));
+    EXPECT_EQ(evolving->before(0).values, numbers) << "queries may come in any order";
+    EXPECT_EQ(evolving->before(3).values, (Values{1, 10.5, 100.5, 1000}));
+  }
 }
 
 class MiniCached : public ChangingStore {

@@ -82,6 +82,9 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
         if selection is None:
             left_out.append(f"{row.label}: each query reads other tokens")
             continue
+        if decision == "during-prefill" and store == "changed":
+            left_out.append(f"{row.label}: its values change whenever tokens are evicted")
+            continue
         stored = leaves = None
         if store != "exact":
             try:

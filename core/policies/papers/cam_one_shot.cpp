@@ -9,8 +9,7 @@ struct CamOneShot {
   static constexpr Card card{
       .name = "cam-one-shot",
       .summary =
-          "H2O with the values of evicted tokens merged into kept ones, one-shot; the authors' CaM evicts one token "
-          "per step and merges by the attention of the current query",
+          "H2O with the values of evicted tokens merged into kept ones, one-shot; cam evicts and merges step by step",
       .paper = "after Zhang et al. 2024, CaM, ICML (PMLR 235:58840-58850)",
       .score =
           "as h2o; v_i / m is added to the values of the next m kept tokens with probability clamp(A_i / mean of their "

@@ -163,7 +163,7 @@ struct OnlinePart : OnlineEvictions {
   static constexpr const char* name = "online";
   static constexpr const char* summary =
       "evicts, after every token, the one with the least accumulated (score=cumulative) or current (score=newest) "
-      "attention";
+      "attention; without a score, the oldest one behind the attention sinks";
 
   void fill(Plan& plan) const { plan.schedule = schedule(); }
 };

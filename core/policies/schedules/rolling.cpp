@@ -14,6 +14,7 @@ namespace {
 class Rolling final : public Schedule {
  public:
   std::string name() const override { return "schedule=rolling"; }
+  bool goes_on_after_prompt() const override { return true; }
 
   Requirements required() const override {
     constexpr const char* reason = "schedule=rolling keeps only attention sinks and a recent window";

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <numeric>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "float_types.h"
 #include "policies/plan_part.h"
+#include "policies/selection.h"
 #include "policies/stores/stores.h"
 #include "random.h"
 
@@ -14,8 +16,13 @@ namespace kvreplay {
 namespace {
 
 using Mode = MergedValues::Mode;
+using Attention = MergedValues::Attention;
+using Mean = MergedValues::Mean;
 
 constexpr Choice<Mode> mode_words[] = {{"expected", Mode::expected}, {"sampled", Mode::sampled}};
+constexpr Choice<Attention> attention_words[] = {{"cumulative", Attention::cumulative},
+                                                 {"current", Attention::current}};
+constexpr Choice<Mean> mean_words[] = {{"receivers", Mean::receivers}, {"later", Mean::later}};
 
 struct MergedValuesPart : MergedValues {
   static constexpr PartKind kind = PartKind::store;
@@ -27,53 +34,214 @@ struct MergedValuesPart : MergedValues {
 
 const RegisteredPart<MergedValuesPart> registered;
 
-/// The share of v_i, 0 to 1, that the receiving tokens take together.
-double taken(double own, std::span<const double> of_takers, Mode mode, std::uint64_t draw) {
-  const double sum = std::accumulate(of_takers.begin(), of_takers.end(), 0.0);
-  const double mean = sum / static_cast<double>(of_takers.size());
-  const double probability = own <= 0 ? 0.0 : own >= mean ? 1.0 : own / mean;
-  if (mode == Mode::expected) return probability;
-  return uniform(draw) < probability ? 1.0 : 0.0;
+/// A token's value, evicted after query `step`, of which each receiving token takes a share.
+struct Merge {
+  std::int32_t step = 0;
+  std::int32_t token = 0;
+  double share = 0;
+};
+
+/// [T] of one row: the query after which each token is evicted, -1 never.
+using EvictedAt = std::span<const std::int32_t>;
+
+bool remains(EvictedAt evicted, std::int32_t token, std::int32_t step) {
+  const std::int32_t at = evicted[static_cast<std::size_t>(token)];
+  return at < 0 || at > step;
 }
 
-std::unique_ptr<StoredLayer> stored(const MergedValues& part, const LayerView& view, const KeptSet& kept) {
-  std::unique_ptr<StoredLayer> layer = exact_copy(view);
-  const TensorView& v = view.tensors().v;
-  const Matrix attention = Grouping{}(view.cumulative_attention(), view.group());
-  const auto dim = static_cast<std::size_t>(v.dim);
-  std::vector<double> bytes(static_cast<std::size_t>(v.heads));
-  view.on_threads(bytes.size(), [&](std::size_t number) {
-    const auto head = static_cast<int>(number);
-    const std::vector<std::int32_t> held = held_of_prompt(view, kept, head);
-    bytes[number] = static_cast<double>(held.size() * view.tensors().token_bytes());
-    std::vector<double> of_held;  // attention
-    for (const std::int32_t token : held) of_held.push_back(attention(head, token));
-    std::vector<double> added(held.size() * dim);
-    std::size_t behind = held.size();  // the first held token behind token i
-    for (std::int32_t i = view.prompt() - 1; i >= 0; --i) {
-      if (behind > 0 && held[behind - 1] == i) {
-        --behind;
+/// Attention over the resident tokens, from one eviction to the next.
+class ResidentAttention {
+ public:
+  ResidentAttention(const LayerView& view, Attention attention, Positions positions)
+      : view_(view), attention_(attention), positions_(positions) {}
+
+  /// [Hkv, n] by the tokens that query `step` sees, [rows, n]; all rows see the same number of tokens.
+  Matrix at(std::int32_t step, std::span<const std::vector<std::int32_t>> seen) {
+    const bool is_whole_prompt = queries_ == 0 && step == view_.prompt() - 1;
+    Residents residents{.positions = {},
+                        .rows = static_cast<int>(seen.size()),
+                        .seen = step + 1,
+                        .added = step + 1 - queries_,
+                        .place = positions_,
+                        .attention_before = std::move(received_)};
+    for (const std::vector<std::int32_t>& row : seen)
+      residents.positions.insert(residents.positions.end(), row.begin(), row.end());
+    const LayerView some(view_, std::move(residents));
+    const LayerView& now = is_whole_prompt ? view_ : some;
+    queries_ = step + 1;
+    received_ = attention_ == Attention::current ? now.attention(std::span(&step, 1)) : now.cumulative_attention();
+    return Grouping{}(received_, view_.group());
+  }
+
+  /// Drops the columns of evicted tokens: `remaining` are the numbers of the others, the same number in each row.
+  void evict(std::span<const std::vector<int>> remaining) {
+    Matrix kept(received_.rows(), static_cast<int>(remaining.front().size()));
+    for (int head = 0; head < kept.rows(); ++head) {
+      const std::vector<int>& columns =
+          remaining[remaining.size() == 1 ? 0 : static_cast<std::size_t>(head / view_.group())];
+      for (int i = 0; i < kept.columns(); ++i) kept(head, i) = received_(head, columns[static_cast<std::size_t>(i)]);
+    }
+    received_ = attention_ == Attention::current ? Matrix() : std::move(kept);
+  }
+
+ private:
+  const LayerView& view_;
+  Attention attention_;
+  Positions positions_;
+  int queries_ = 0;  // that have attended
+  Matrix received_;  // [Hq, n]
+};
+
+class MergedLayer final : public EvolvingLayer {
+ public:
+  MergedLayer(const MergedValues& part, const LayerView& view, const LayerSelection& selection, Positions positions)
+      : part_(part),
+        view_(view),
+        rows_(selection.set.rows()),
+        evicted_at_(selection.evicted_at),
+        merges_(static_cast<std::size_t>(view.kv_heads())),
+        layer_(exact_copy(view)) {
+    find_merges(positions);
+    for (int head = 0; head < view.kv_heads(); ++head)
+      layer_->bytes +=
+          static_cast<double>(selection.set.count(row_of(head))) * static_cast<double>(view.tensors().token_bytes());
+    begin();
+  }
+
+  const StoredLayer& before(int query) override {
+    if (query < query_) begin();
+    query_ = query;
+    view_.on_threads(merges_.size(), [&](std::size_t head) { merge(static_cast<int>(head)); });
+    return *layer_;
+  }
+
+  std::unique_ptr<StoredLayer> release() { return std::move(layer_); }
+
+ private:
+  int row_of(int head) const { return rows_ == 1 ? 0 : head; }
+  EvictedAt evicted_of(int row) const {
+    const std::size_t tokens = evicted_at_.size() / static_cast<std::size_t>(rows_);
+    return EvictedAt(evicted_at_).subspan(static_cast<std::size_t>(row) * tokens, tokens);
+  }
+
+  void find_merges(Positions positions) {
+    std::vector<std::int32_t> steps(evicted_at_);
+    std::erase(steps, -1);
+    std::ranges::sort(steps);
+    const auto repeated = std::ranges::unique(steps);
+    steps.erase(repeated.begin(), repeated.end());
+    ResidentAttention attention(view_, part_.attention, positions);
+    std::vector<std::vector<std::int32_t>> resident(static_cast<std::size_t>(rows_));
+    std::int32_t first = 0;
+    for (const std::int32_t step : steps) {
+      for (std::vector<std::int32_t>& row : resident)
+        for (std::int32_t j = first; j <= step; ++j) row.push_back(j);
+      first = step + 1;
+      const Matrix of_heads = attention.at(step, resident);
+      for (int head = 0; head < view_.kv_heads(); ++head)
+        add_merges(step, head, resident[static_cast<std::size_t>(row_of(head))], of_heads.row(head));
+      if (step != steps.back()) evict(step, resident, attention);
+    }
+  }
+
+  void evict(std::int32_t step, std::vector<std::vector<std::int32_t>>& resident, ResidentAttention& attention) const {
+    std::vector<std::vector<int>> columns;
+    for (int row = 0; row < rows_; ++row) {
+      std::vector<std::int32_t>& tokens = resident[static_cast<std::size_t>(row)];
+      std::vector<int>& remaining = columns.emplace_back();
+      for (std::size_t i = 0; i < tokens.size(); ++i)
+        if (remains(evicted_of(row), tokens[i], step)) remaining.push_back(static_cast<int>(i));
+      std::erase_if(tokens, [&](std::int32_t token) { return !remains(evicted_of(row), token, step); });
+    }
+    attention.evict(columns);
+  }
+
+  /// Of a KV head, which pays `attention` to its resident tokens: from the last evicted one to the first.
+  void add_merges(std::int32_t step, int head, std::span<const std::int32_t> resident,
+                  std::span<const double> attention) {
+    std::vector<double> later;  // attention to the tokens that remain, the last one first
+    for (std::size_t i = resident.size(); i-- > 0;) {
+      if (remains(evicted_of(row_of(head)), resident[i], step)) {
+        later.push_back(attention[i]);
         continue;
       }
-      const std::size_t takers = std::min(held.size() - behind, static_cast<std::size_t>(part.merge));
-      if (takers == 0) continue;
-      const double share = taken(attention(head, i), std::span(of_held).subspan(behind, takers), part.mode,
-                                 chain(part.seed, view.stored_layer(), head, i)) /
-                           static_cast<double>(takers);
-      if (share == 0) continue;
-      const std::byte* value = v.row(head, i);
-      for (std::size_t c = 0; c < dim; ++c) {
-        const double part_of_value = share * load(value, v.dtype, c);
-        for (std::size_t taker = behind; taker < behind + takers; ++taker) added[taker * dim + c] += part_of_value;
+      const std::size_t receivers = std::min(later.size(), static_cast<std::size_t>(part_.merge));
+      if (receivers == 0) continue;
+      const std::span<const double> compared =
+          part_.mean == Mean::later ? std::span(later) : std::span(later).last(receivers);
+      const double share =
+          merged_share(attention[i], compared, chain(part_.seed, view_.stored_layer(), head, resident[i]));
+      if (share > 0)
+        merges_[static_cast<std::size_t>(head)].push_back({step, resident[i], share / static_cast<double>(receivers)});
+    }
+  }
+
+  /// The share of the value, 0 to 1, that the receivers take together.
+  double merged_share(double own, std::span<const double> compared, std::uint64_t draw) const {
+    const double sum = std::accumulate(compared.rbegin(), compared.rend(), 0.0);
+    const double mean = sum / static_cast<double>(compared.size());
+    const double probability = own <= 0 ? 0.0 : own >= mean ? 1.0 : own / mean;
+    if (part_.mode == Mode::expected) return probability;
+    return uniform(draw) < probability ? 1.0 : 0.0;
+  }
+
+  void begin() {
+    query_ = 0;
+    merged_.assign(merges_.size(), 0);
+    layer_->values = widened(view_.tensors().v);
+    layer_->tensors.v = view_of(layer_->values, view_.tensors().v);
+    sums_.assign(layer_->values.begin(), layer_->values.end());
+  }
+
+  /// All merges of a head before `query_` that have not been made.
+  void merge(int head) {
+    const TensorView& v = layer_->tensors.v;
+    const auto dim = static_cast<std::size_t>(v.dim);
+    const EvictedAt evicted = evicted_of(row_of(head));
+    const std::vector<Merge>& all = merges_[static_cast<std::size_t>(head)];
+    const auto sums_of = [&](std::int32_t token) {
+      return std::span(sums_).subspan(
+          (static_cast<std::size_t>(head) * static_cast<std::size_t>(v.tokens) + static_cast<std::size_t>(token)) * dim,
+          dim);
+    };
+    for (std::size_t& next = merged_[static_cast<std::size_t>(head)]; next < all.size() && all[next].step < query_;
+         ++next) {
+      const auto& [step, token, share] = all[next];
+      const std::span<const double> value = sums_of(token);
+      int left = part_.merge;
+      for (std::int32_t j = token + 1; j <= step && left > 0; ++j) {
+        if (!remains(evicted, j, step)) continue;
+        --left;
+        const std::span<double> sum = sums_of(j);
+        const std::span<float> rounded = row_of_values(head, j);
+        for (std::size_t c = 0; c < dim; ++c) rounded[c] = static_cast<float>(sum[c] += share * value[c]);
       }
     }
-    for (std::size_t j = 0; j < held.size(); ++j) {
-      const std::span<float> value = row_of(layer->values, v, head, held[j]);
-      for (std::size_t c = 0; c < dim; ++c) value[c] = static_cast<float>(value[c] + added[j * dim + c]);
-    }
-  });
-  layer->bytes = std::accumulate(bytes.begin(), bytes.end(), 0.0);
-  return layer;
+  }
+
+  std::span<float> row_of_values(int head, std::int32_t token) {
+    return kvreplay::row_of(layer_->values, layer_->tensors.v, head, token);
+  }
+
+  const MergedValues part_;
+  const LayerView& view_;
+  int rows_;
+  std::vector<std::int32_t> evicted_at_;    // [rows, T]
+  std::vector<std::vector<Merge>> merges_;  // of each KV head, by the step
+  std::unique_ptr<StoredLayer> layer_;
+  std::vector<double> sums_;         // [Hkv, T, d] the values, not rounded
+  std::vector<std::size_t> merged_;  // of each KV head, the number of merges that have been made
+  int query_ = 0;
+};
+
+/// The sets that are decided once, as an eviction after the last query of the prompt.
+LayerSelection evicted_after_prompt(const LayerView& view, const KeptSet& kept) {
+  LayerSelection selection;
+  selection.set = kept;
+  for (int row = 0; row < kept.rows(); ++row)
+    for (int j = 0; j < view.tensors().k.tokens; ++j)
+      selection.evicted_at.push_back(j < view.prompt() && !kept.keeps(row, j) ? view.prompt() - 1 : -1);
+  return selection;
 }
 
 }  // namespace
@@ -82,15 +250,25 @@ void MergedValues::parameters(Parameters& p) {
   const auto read = p.of_part("store");
   p.add("merge", merge, IntRange{.least = 1}, "number of kept tokens that receive the value of an evicted one");
   p.add<Mode>("mode", mode, mode_words, "uses the probability of a merge as its weight, or samples merges");
+  p.add<Attention>("attention", attention, attention_words,
+                   "attention that the probability of a merge compares: of the current query, or accumulated");
+  p.add<Mean>("mean", mean, mean_words,
+              "tokens whose mean attention it is compared with: those that receive the value, or all later ones");
   p.add_seed("seed", seed, "random seed of mode=sampled");
 }
 
-StorePtr MergedValues::store() const {
-  Store store = changing_store(
-      "store=merged-values",
-      [part = *this](const LayerView& view, const KeptSet& kept, const Partner&) { return stored(part, view, kept); });
+StorePtr MergedValues::store(Positions positions) const {
+  const auto evolve = [part = *this, positions](const LayerView& view, const LayerSelection& selection) {
+    return std::make_unique<MergedLayer>(part, view, selection, positions);
+  };
+  const auto apply = [evolve](const LayerView& view, const KeptSet& kept, const Partner&) {
+    const std::unique_ptr<MergedLayer> layer = evolve(view, evicted_after_prompt(view, kept));
+    layer->before(view.prompt());
+    return layer->release();
+  };
+  Store store = evolving_store("store=merged-values", apply, evolve);
   store.needs = all_queries();
-  store.has_exact_size = true;
+  store.moves_tokens = positions == Positions::cache;
   return std::make_shared<const Store>(std::move(store));
 }
 
