@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvreplay.capture.study_prompts import GENERATED
 from kvreplay.errors import Error, Refusal
 from kvreplay.program import Parser, exit_code, program
 
@@ -66,15 +67,61 @@ def in_one_layer(layer: int) -> str:
                                 for first, last, policy in ranges if first <= last)  # fmt: skip
 
 
+# Equal bytes: keys and values in these formats without eviction, these policies in 16 bits, and both together.
+FORMATS = (
+    "q8_0", "fp8_e4m3(scale=head)", "fp8_e5m2(scale=head)", "kv(q8_0,q4_0)", "kv(q4_0,q8_0)", "q5_1", "q5_0", "q4_1",
+    "q4_0", "q4_0(hadamard=true)", "nvfp4", "mxfp4", "quantised(bits=4,residual=0)", "quantised(bits=2,residual=0)",
+    *(f"turboquant(bits={bits})" for bits in (4, 3, 2)), "turboquant(bits=4,form=product)",
+    "turboquant(bits=3,form=product)",
+)  # fmt: skip
+EVICTIONS = ("snapkv", "h2o", "chunkkv", "tova", "compactor", "oracle", "random")
+FEW_EVICTIONS = ("ada-kv", "expected-attention", "streaming-llm")
+FULL_BITS = 16  # of a number of the full cache
+# Format, its bits per number with scales at a head dimension of 64, policies, and bits per number of the full cache.
+# Of the policies with a set per KV head, compactor and chunkkv have the lowest kld at 0.2 and 0.5 in smollm2-135m.
+COMBINED = (
+    ("q8_0", 8.5, ("chunkkv",), (2, 4, 6, 8)),
+    ("q8_0", 8.5, ("compactor",), (4,)),
+    ("q4_0", 4.5, ("chunkkv",), (2, 3, 4)),
+    ("q4_0", 4.5, ("compactor", "oracle", "random"), (3,)),
+    ("nvfp4", 4.5, ("chunkkv",), (2, 3, 4)),
+    ("turboquant(bits=4)", 4.25, ("chunkkv",), (2, 3, 4)),
+    ("quantised(bits=2,residual=0)", 3.0, ("chunkkv",), (2,)),
+)
+
+
+def budgets_of(bits: float, targets: tuple[int, ...]) -> tuple[str, ...]:
+    """The shares of tokens that take `targets` bits per number of the full cache if a stored number takes `bits`."""
+    return tuple(f"{target / bits:.4g}" for target in targets)
+
+
 METRICS = (
     "attention_recall", "attention_recall:prompt", "attention_recall:unprotected", "attention_recall:worst",
     "attention_cosine", "attention_l1", "output_error", "output_error:pooled", "output_error:worst",
     "output_error:projected", "output_error:residual", "output_cosine", "kv_l1_loss", "sink_mass", "head_consensus",
-    "span_recall", "span_erased",
+    "span_recall", "span_erased", "kv_bytes",
+)  # fmt: skip
+FEW_METRICS = (
+    "attention_recall", "output_error:pooled", "output_error:residual", "output_cosine", "span_recall", "kv_bytes"
 )  # fmt: skip
 ANSWER_TOKENS = 32  # of greedy text, where the full cache answers
 AT_ONCE = 8, 32  # cells in a pass that predicts, and texts, whose steps of one token cost little more together
 MEMORY = 11 << 29  # bytes that a pass may take beside the weights: fewer cells at once where prompts are long
+
+
+# Policies, and the budgets at which each of them is replayed.
+Cells = tuple[tuple[str, ...], tuple[str, ...]]
+UNCOMPRESSED: Cells = (("full",), ("0.5",))
+QUANTISED: Cells = (tuple(f"full:store={one}" for one in FORMATS), ("0.5",))  # they ignore the budget
+EVICTED: tuple[Cells, ...] = (
+    (EVICTIONS, budgets_of(FULL_BITS, (2, 4, 8))),
+    (FEW_EVICTIONS, budgets_of(FULL_BITS, (4,))),
+    (("chunkkv",), budgets_of(FULL_BITS, (3, 6, 12))),
+)
+BOTH: tuple[Cells, ...] = tuple(
+    (tuple(f"{policy}:store={one}" for policy in policies), budgets_of(bits, targets))
+    for one, bits, policies, targets in COMBINED
+)
 
 
 @dataclass(frozen=True)
@@ -84,30 +131,49 @@ class Studied:
     file: str  # in build/model, or an absolute path
     title: str
     dtype: str
-    policies: tuple[str, ...]
-    budgets: tuple[str, ...]
+    cells: tuple[Cells, ...]
     of_each_kind: int  # prompts
     longest: int  # tokens of a prompt
     kinds: tuple[str, ...] = ()  # of prompts; (): all
     texts: bool = True  # whether the model also writes them
+    generated: int = GENERATED  # tokens of a continuation
+    stored: str | None = None  # type of the numbers in the trace (default: dtype)
+    controls: str = "twins"
+    metrics: tuple[str, ...] = METRICS
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(policy for policies, _ in self.cells for policy in policies))
+
+    @property
+    def budgets(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(budget for _, budgets in self.cells for budget in budgets))
 
 
 STUDIES = {
     "smollm2-135m": Studied(
-        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", POLICIES,
-        ("0.02", "0.05", "0.1", "0.2", "0.5"), 10, 5000,
+        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32",
+        ((POLICIES, ("0.02", "0.05", "0.1", "0.2", "0.5")),), 10, 5000,
     ),
     "qwen2.5-coder-1.5b": Studied(
-        "qwen2.5-coder-1.5b-instruct.gguf", "Qwen2.5-Coder-1.5B-Instruct", "float32", FEW_POLICIES,
-        ("0.05", "0.1", "0.2"), 3, 1500,
+        "qwen2.5-coder-1.5b-instruct.gguf", "Qwen2.5-Coder-1.5B-Instruct", "float32",
+        ((FEW_POLICIES, ("0.05", "0.1", "0.2")),), 3, 1500,
     ),
     "papers": Studied(
-        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", OF_PAPERS,
-        ("0.1", "0.2", "0.3", "0.5"), 24, 1500, ("niah-noise", "niah-essay", "needle"),  # what this model answers
+        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", ((OF_PAPERS, ("0.1", "0.2", "0.3", "0.5")),),
+        24, 1500, ("niah-noise", "niah-essay", "needle"),  # what this model answers
     ),
     "layers": Studied(
-        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", tuple(map(in_one_layer, range(LAYERS))),
-        ("0.1",), 3, 1500, texts=False,
+        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32",
+        ((tuple(map(in_one_layer, range(LAYERS))), ("0.1",)),), 3, 1500, texts=False,
+    ),
+    "equal-bytes": Studied(
+        "smollm2-135m-instruct.gguf", "SmolLM2-135M-Instruct", "float32", (UNCOMPRESSED, QUANTISED, *EVICTED, *BOTH),
+        10, 1000, generated=32, stored="float16", controls="none", metrics=FEW_METRICS,
+    ),
+    "equal-bytes-qwen": Studied(
+        "qwen2.5-coder-1.5b-instruct.gguf", "Qwen2.5-Coder-1.5B-Instruct", "float32", (UNCOMPRESSED, QUANTISED),
+        3, 1000, texts=False, generated=32, stored="float16", controls="none", metrics=FEW_METRICS,
     ),
 }  # fmt: skip
 
@@ -185,28 +251,33 @@ class Study:
         self._measure_live(run, trace, rows)
         if self.studied.texts and prompt.answers and self._answers(run, trace, rows, prompt):
             self._measure_live(run, trace, rows, prompt.answers)
-        found = Measured.of([Run(work / "run")], roles=("asked", "control"))
+        run = Run(work / "run")
+        found = Measured.of([run], roles=("asked", "control"))
+        memory = run.overall[(run.overall["metric"] == "kv_bytes") & (run.overall["variant"] == "")]
         shutil.rmtree(work)
-        cells = found.cells.assign(prompt=prompt.name, kind=kind_of(prompt.name), tokens=trace.boundary)
+        cells = found.cells.assign(prompt=prompt.name, kind=kind_of(prompt.name), tokens=trace.boundary,
+                                   kv_bytes=found.cells["cell"].map(memory.set_index("cell")["value"]))  # fmt: skip
         return cells, {"offline": found.offline, "live": found.live, "worse": found.worse}
 
     def _capture(self, prompt: Prompt, path: Path) -> None:
         from tqdm import tqdm
 
         from kvreplay.capture.capture import Choices, capture
-        from kvreplay.capture.study_prompts import GENERATED
 
-        choices = Choices(self.studied.title, generate=GENERATED, with_wo=True, source_hash=self._hash)
+        choices = Choices(self.studied.title, generate=self.studied.generated, with_wo=True, source_hash=self._hash,
+                          store_dtype=self.studied.stored)  # fmt: skip
         capture(self._model, self._tokenizer, prompt, path, choices, lambda layers: tqdm(total=layers, disable=True))
 
     def _replay(self, path: Path, folder: Path) -> None:
-        words = [word for policy in self.studied.policies for word in ("-p", policy)]
-        command = [*program(), "replay", path, *words, "-b", ",".join(self.studied.budgets), "--metrics",
-                   ",".join(METRICS), "--controls", "twins", "--detail", "layer", "--progress", "never", "-o",
-                   folder]  # fmt: skip
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        if done.returncode:
-            raise Error(path.stem, "replay failed", "", done.stderr.strip().splitlines()[-1], exit_code=done.returncode)
+        for policies, budgets in self.studied.cells:
+            words = [word for policy in policies for word in ("-p", policy)]
+            command = [*program(), "replay", path, *words, "-b", ",".join(budgets), "--metrics",
+                       ",".join(self.studied.metrics), "--controls", self.studied.controls, "--detail", "layer",
+                       "--progress", "never", "-o", folder]  # fmt: skip
+            done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+            if done.returncode:
+                reason = done.stderr.strip().splitlines()[-1]
+                raise Error(path.stem, "replay failed", "", reason, exit_code=done.returncode)
 
     def _measure_live(self, run: Run, trace: TraceFacts, rows: pd.DataFrame, answers: Sequence[str] = ()) -> None:
         """With answers, the generated text, in batches of cells of similar size."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,8 @@ import study  # noqa: E402
 from kvreplay.capture import study_prompts
 from kvreplay.capture.prompts import Prompt
 from kvreplay.predict.prediction import Measured, Prediction
+from kvreplay.program import program
+from kvreplay.results import Run
 
 POLICIES = ("snapkv", "h2o", "tova", "knorm", "keydiff", "streaming-llm", f"h2o:{study.EQUAL}")
 CONTEXT = "The tide was late. The lamp is green. It rained all day, and the boats stayed in the harbour until noon."
@@ -35,7 +39,8 @@ def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Prompt("niah-noise-1", CONTEXT, "What is green?", ("lamp",), "The lamp is green.", continuation="lamp"),
         Prompt("text-2", CONTEXT[::-1], continuation=CONTEXT),
     ]
-    studied = study.Studied(str(model), "tiny", "float32", POLICIES, ("0.2", "0.5"), of_each_kind=2, longest=10_000)
+    cells = ((POLICIES, ("0.2", "0.5")),)
+    studied = study.Studied(str(model), "tiny", "float32", cells, of_each_kind=2, longest=10_000)
     monkeypatch.setattr(study, "STUDIES", {"tiny": studied})
     monkeypatch.setattr(study, "WORK", tmp_path / "work")
     monkeypatch.setattr(study, "DATA", tmp_path / "data")
@@ -73,7 +78,7 @@ def test_numbers_of_other_policies_are_not_mixed(
     small_study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert study.main(["tiny", "--prompts", "1"]) == 0
-    few = replace(study.STUDIES["tiny"], policies=POLICIES[:3])
+    few = replace(study.STUDIES["tiny"], cells=((POLICIES[:3], ("0.2", "0.5")),))
     monkeypatch.setattr(study, "STUDIES", {"tiny": few})
     capsys.readouterr()
     assert study.main(["tiny"]) == 3
@@ -105,15 +110,41 @@ def test_the_text_is_written_only_where_the_full_cache_answers(small_study: Path
 
 def test_prompts_come_round_by_round(small_study: Path) -> None:
     prompts = [Prompt(f"{kind}-{number}", "x" * number) for kind in ("a", "b") for number in (1, 2, 3)]
-    some = study.Studied("", "", "", (), (), of_each_kind=2, longest=2)
+    some = study.Studied("", "", "", (), of_each_kind=2, longest=2)
     assert [one.name for one in study.chosen(prompts, some, len)] == ["a-1", "b-1", "a-2", "b-2"]
     assert [one.name for one in study.chosen(prompts, replace(some, kinds=("b",)), len)] == ["b-1", "b-2"]
 
 
+def test_equal_bytes_has_every_number_format_and_cells_of_equal_bytes(tmp_path: Path) -> None:
+    """A store that keeps recent tokens exact on request is a number format."""
+    parts = json.loads(subprocess.run([*program(), "policies", "--parts", "--json"], capture_output=True).stdout)
+    formats = {part["name"] for part in parts if part["kind"] == "store" and "residual=" in part["parameters"]}
+    studied = study.STUDIES["equal-bytes"]
+    assert {one.partition("(")[0] for one in study.FORMATS} == formats and len(formats) > 10
+
+    trace = tmp_path / "trace.h5"
+    shape = ["--layers", "1", "--query-heads", "2", "--kv-heads", "2", "--prompt", "500", "--continuation", "4"]
+    subprocess.run([*program(), "synth", "gaussian", *shape, "-q", "-o", trace], check=True)
+    for policies, budgets in studied.cells:
+        words = ["-p", ",".join(policies), "-b", ",".join(budgets), "--metrics", "kv_bytes", "--controls", "none"]
+        subprocess.run([*program(), "replay", trace, *words, "-q", "-o", tmp_path / "run"], check=True)
+    table = Run(tmp_path / "run").overall
+    table = table[(table["metric"] == "kv_bytes") & (table["variant"] == "")]
+    numbers = 2 * 2 * 64 * 500
+    bits = 8 * table["value"] / numbers
+    of_format = table["policy"] == "full"
+    targets = np.array([2, 3, 4, 6, 8, 12])
+    distance = np.abs(bits.to_numpy()[:, None] / targets - 1).min(axis=1)
+    assert len(bits) == sum(len(policies) * len(budgets) for policies, budgets in studied.cells)
+    assert (distance[~of_format] < 0.01).all()
+    assert set(bits[of_format].round(2)) == {
+        2.25, 3.0, 3.25, 3.5, 4.25, 4.5, 5.0, 5.5, 6.0, 6.5, 8.0, 8.5, 16.0
+    }  # fmt: skip
+
+
 def test_an_unknown_part_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(["gpt-2"]) == 2
-    expected = "kvreplay: study: part: expected smollm2-135m or qwen2.5-coder-1.5b or papers or layers, found gpt-2\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == f"kvreplay: study: part: expected {' or '.join(study.STUDIES)}, found gpt-2\n"
 
 
 def test_a_row_a_cell_and_numbers_in_32_bits(tmp_path: Path) -> None:
