@@ -177,3 +177,13 @@ def test_rejected_inputs(case: Callable[..., Case]) -> None:
     mask[0, 0] = 0
     with pytest.raises(kv.Error, match="attention mask: expected a sequence without padding, found padding"):
         model(input_ids=text.ids[None], attention_mask=mask, **{name: ReplayCache(model, "knorm", BUDGET)})
+
+
+def test_sliding_windows(case: Callable[..., Case]) -> None:
+    """A layer whose window is no shorter than the prompt is treated."""
+    _, _, model, _, text = loaded(case("mistral"))
+    cache = ReplayCache(model, "knorm", 8)
+    predicted(model, cache, text.ids[:24])
+    assert {layer.keys.shape[2] for layer in cache.layers} == {8}
+    with pytest.raises(kv.Error, match="every layer has a sliding window"):
+        predicted(model, ReplayCache(model, "knorm", 8), text.ids[:25])

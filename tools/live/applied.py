@@ -43,8 +43,12 @@ def trace_of(
     projections: Sequence[torch.Tensor] | None = None,
 ) -> Trace:
     """The trace of a model's tensors. `queries`: by layer [Hq,T,d]; `rope`: of the capture's probe, with a row for each
-    layer of the model; `projections`: the output projections of `layers`, in ascending order."""
+    layer of the model; `projections`: the output projections of `layers`, in ascending order. A sliding window that
+    hides none of these tokens is none: policies skip layers with one."""
     numbers = sorted(layers)
+    rules = attention_rules(layers)
+    tokens = layers[numbers[0]].k.shape[1]
+    rules["sliding_window"] = [window if window < tokens else 0 for window in rules["sliding_window"]]
     if rope is not None:
         rows = [rope.inv_freq[number, : rope.pairs[number]] for number in numbers]
         rope = kv.Rope(rows, rope.attention_scaling[numbers], rope.style)
@@ -54,7 +58,7 @@ def trace_of(
         [queries[number].cpu() for number in numbers], [layers[number].k.cpu() for number in numbers],
         [layers[number].v.cpu() for number in numbers], prompt=prompt, ids=ids, rope=rope,
         wo=None if projections is None else [one.detach().cpu() for one in projections], name="live",
-        **attention_rules(layers),
+        **rules,
     )  # fmt: skip
 
 

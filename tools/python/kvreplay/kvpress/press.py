@@ -64,7 +64,7 @@ class ReplayPress(BasePress):
             raise Error(NAME, "batch", "one sequence", f"{len(hidden)} sequences", Refusal.USAGE)
         keys, values = extract_keys_and_values(cache, module.layer_idx)
         softcap = getattr(module, "attn_logit_softcapping", None) or 0.0
-        number, window = module.layer_idx, _window(module, keys.shape[2])
+        number, window = module.layer_idx, _window(module)
         self._modules[number] = module
         self._layers[number] = Layer(module.scaling, softcap, window, keys[0], values[0])
         self._queries[number] = _queries(module, hidden, kwargs["position_embeddings"]).cpu()
@@ -103,11 +103,10 @@ class ReplayPress(BasePress):
         return self._pruned
 
 
-def _window(module: torch.nn.Module, tokens: int) -> int:
-    """The sliding window of a layer; 0: none, or one that hides no token of the prompt."""
+def _window(module: torch.nn.Module) -> int:
+    """The sliding window of a layer; 0: none."""
     owner = module if hasattr(module, "sliding_window") else module.config
-    declared = getattr(owner, "sliding_window", None)
-    return declared if declared and declared < tokens else 0
+    return getattr(owner, "sliding_window", None) or 0
 
 
 def _padding(held: Held, slots: int) -> torch.Tensor:
