@@ -440,7 +440,7 @@ TEST(Structure, RefusesWhatHasNoPages) {
   EXPECT_TRUE(refusal("page=16", "layers:0-14=h2o,15-29=snapkv")
                   .starts_with("layers: has a separate plan for each range of layers: expected parts in the policies"));
   EXPECT_EQ(refusal("page=16", "h2o:heads=kv"), "h2o: given more than once: expected one value, found heads");
-  EXPECT_EQ(refusal("heads=query", "local"), "query: unknown heads: expected layer, found query");
+  EXPECT_EQ(refusal("heads=query", "local"), "local:heads: unknown value: expected layer, found query");
   EXPECT_EQ(refusal("page=0", "h2o"), "--structure:page: out of range: expected 1.., found 0");
   EXPECT_EQ(refusal("pages=16", "h2o"), "--structure: unknown parameter: expected one of page, heads, found pages");
   EXPECT_EQ(refusal("16", "h2o"), "--structure: not an assignment: expected page=16,heads=layer, found 16");
