@@ -60,6 +60,31 @@ def ggml(x: np.ndarray, name: str) -> np.ndarray:
     return decoded.reshape(x.shape)
 
 
+# -------------------------------------------------------------------------------------------------- one scale a vector
+
+
+def uniform(x: np.ndarray, bits: int) -> np.ndarray:
+    """Codes from the minimum of a vector on; scale and minimum are float16."""
+    levels = F32(2**bits - 1)
+    least = x.min(axis=-1, keepdims=True)
+    scale = np.maximum((x.max(axis=-1, keepdims=True) - least) / levels, F32(1e-8))
+    codes = np.minimum(np.trunc((x - least) / scale + F32(0.5)), levels)
+    return codes * halves(scale) + halves(least)
+
+
+def int4_per_token_head(x: np.ndarray) -> np.ndarray:
+    """Codes 0 to 15 around an integer zero point, which takes the last four bits of the float32 scale."""
+
+    def code(numbers: np.ndarray) -> np.ndarray:
+        return np.trunc(np.where(numbers >= 0, numbers + F32(0.5), numbers - F32(0.5))).clip(F32(0), F32(15))
+
+    least = x.min(axis=-1, keepdims=True)
+    scale = np.maximum((x.max(axis=-1, keepdims=True) - least) / F32(15), F32(1e-6))
+    zero = code(-least / scale)
+    shortened = (scale.view(np.int32) >> 4 << 4).view(F32)
+    return (code(x * (F32(1) / scale) + zero) - zero) * shortened
+
+
 # --------------------------------------------------------------------------------------------------------- small floats
 
 
@@ -132,14 +157,19 @@ def mxfp4(x: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ rotations
 
 
-def hadamard(size: int) -> np.ndarray:
-    """[n,n] orthonormal, symmetric, n a power of two: (-1)^(bits that i and j share) / sqrt(n)."""
+def signs_of_hadamard(size: int) -> np.ndarray:
+    """[n,n] symmetric, n a power of two: (-1)^(bits that i and j share)."""
     result = np.ones((1, 1))
     while len(result) < size:
         result = np.block([[result, result], [result, -result]])
     if len(result) != size:
         raise ValueError(f"expected a power of two, got {size}")
-    return result * float(F32(1) / np.sqrt(F32(size)))
+    return result
+
+
+def hadamard(size: int) -> np.ndarray:
+    """The same, orthonormal, with a factor in float32."""
+    return signs_of_hadamard(size) * float(F32(1) / np.sqrt(F32(size)))
 
 
 def rotated(x: np.ndarray, size: int) -> np.ndarray:
@@ -186,9 +216,36 @@ def centroids(d: int, bits: int) -> np.ndarray:
         values = moved
 
 
+@functools.cache
+def normal_centroids(d: int, bits: int) -> np.ndarray:
+    """[2^bits] ascending: the same of the normal distribution of variance 1/d."""
+    values = 3.5 * ((np.arange(2**bits) + 0.5) / 2 ** (bits - 1) - 1)
+    while True:
+        edges = np.concatenate([[-np.inf], (values[1:] + values[:-1]) / 2, [np.inf]])
+        mass = np.diff([0.5 * math.erfc(-edge / math.sqrt(2)) for edge in edges])
+        moved = -np.diff(np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)) / mass
+        if np.abs(moved - values).max() < 1e-12:
+            return moved / math.sqrt(d)
+        values = moved
+
+
+def of_length_one(x: np.ndarray, bits: int) -> np.ndarray:
+    """The form `hadamard`: rotated directions as centroids, these divided by their length; the length is a float16."""
+    lengths = np.linalg.norm(x.astype(float), axis=-1, keepdims=True)
+    direction = np.divide(x, lengths, out=np.zeros(x.shape), where=lengths > 0)
+    d = x.shape[-1]
+    turn = np.kron(np.eye(d // (d & -d)), signs_of_hadamard(d & -d) / math.sqrt(d & -d))
+    values = normal_centroids(d, bits)
+    coarse = values[np.searchsorted((values[1:] + values[:-1]) / 2, direction @ turn, side="right")]
+    coarse /= np.linalg.norm(coarse, axis=-1, keepdims=True)
+    return np.where(lengths > 0, halves(lengths).astype(float) * (coarse @ turn), 0).astype(F32)
+
+
 def turboquant(x: np.ndarray, bits: int, form: str = "mse", seed: int = 0) -> np.ndarray:
     """The forms `mse` and `product` (unbiased inner products: the last bit is the sign of a Gaussian projection of the
-    residual) of a vector's direction; its length is a float16."""
+    residual) of a vector's direction; its length is a float16. And the form `hadamard`."""
+    if form == "hadamard":
+        return of_length_one(x, bits)
     d = x.shape[-1]
     lengths = np.linalg.norm(x.astype(float), axis=-1, keepdims=True)
     direction = np.divide(x, lengths, out=np.zeros(x.shape), where=lengths > 0)
@@ -217,8 +274,10 @@ def decoded(
         return fp8(x, {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2}[name], scale)
     if name == "turboquant":
         return turboquant(x, bits, form, seed)
-    if name in ("nvfp4", "mxfp4"):
-        return {"nvfp4": nvfp4, "mxfp4": mxfp4}[name](x)
+    if name == "uniform":
+        return uniform(x, bits)
+    if name in ("nvfp4", "mxfp4", "int4_per_token_head"):
+        return {"nvfp4": nvfp4, "mxfp4": mxfp4, "int4_per_token_head": int4_per_token_head}[name](x)
     return ggml(x, name)
 
 
@@ -236,7 +295,11 @@ def vectors_bytes(
     if name.startswith("fp8"):
         return vectors * d + {"tensor": 4, "one": 4, "head": 4 * heads, "token": 4 * vectors}[scale]
     if name == "turboquant":
-        return vectors * (-(-d * bits // 8) + {"mse": 2, "product": 4}[form])
+        return vectors * (-(-d * bits // 8) + {"mse": 2, "product": 4, "hadamard": 2}[form])
+    if name == "uniform":
+        return vectors * (-(-d * bits // 8) + 4)
+    if name == "int4_per_token_head":
+        return vectors * (d // 2 + 4)
     if name == "nvfp4":
         return vectors * (d // 2 + d // 16) + 4
     return vectors * d // 32 * BLOCK_BYTES[name]

@@ -260,8 +260,14 @@ DEFAULTS = {
     "fewer-channels": {"window": "32", "ratio": "0.4", "recent": "32"},
     "merged-values": {"merge": "32", "mode": "expected", "seed": "0"},
     "turboquant": {"bits": "3"},
+    "uniform": {"bits": "4"},
 }
-FORMAT_PARAMETERS = {"fp8_e4m3": {"scale"}, "fp8_e5m2": {"scale"}, "turboquant": {"bits", "form", "seed"}}
+FORMAT_PARAMETERS = {
+    "fp8_e4m3": {"scale"},
+    "fp8_e5m2": {"scale"},
+    "turboquant": {"bits", "form", "seed"},
+    "uniform": {"bits"},
+}
 STORES = {
     "exact": lambda case, base: base,
     "cache": lambda case, base: dataclasses.replace(base, moved=True),

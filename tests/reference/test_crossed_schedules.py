@@ -367,7 +367,9 @@ VALUES_OF_STORES = {
     "fp8_e4m3": ["", "scale=head,residual=4", "scale=token", "scale=one,skip_layers=1"],
     "fp8_e5m2": ["scale=head,hadamard=16"],
     "q4_0": ["", "residual=6,hadamard=true"],
-    "turboquant": ["", "bits=2,form=product"],
+    "turboquant": ["", "bits=2,form=product", "bits=4,form=hadamard"],
+    "uniform": ["", "bits=3,residual=2"],
+    "int4_per_token_head": ["", "hadamard=32"],
 }
 STORES = [
     f"{part['name']},{values}".rstrip(",")
@@ -375,7 +377,11 @@ STORES = [
     if part["kind"] == "store" and part["name"] not in ("exact", "cache", "kv")
     for values in VALUES_OF_STORES.get(part["name"], [""])
 ]
-STORES += ["kv(q8_0,turboquant(bits=2)),residual=2", "kv(exact,nvfp4)", "kv(fp8_e5m2(scale=head),mxfp4),hadamard=8"]
+STORES += [
+    "kv(q8_0,turboquant(bits=2)),residual=2",
+    "kv(turboquant(bits=3,form=hadamard),uniform(bits=3)),skip_layers=0",
+]
+STORES += ["kv(exact,nvfp4)", "kv(fp8_e5m2(scale=head),mxfp4),hadamard=8"]
 
 # Policies that are made of others, read a part of the cache, evict during the prompt, or have a store of their own.
 WITH_OWN_STORE = {"hybrid", "random-twin", "quest", *READING, "h2o-online", "kivi", "think", "cam-one-shot"}

@@ -80,6 +80,38 @@ def test_mxfp4_by_hand() -> None:
     assert decoded(x, "mxfp4")[0, :6].tolist() == [6, 2, -0.5, 4, 0, -4]
 
 
+def test_uniform_by_hand() -> None:
+    x = F32([[[0, 15, 7.4, 0.6], [-1, -1, -1, -1]]])
+    assert decoded(x, "uniform", bits=4).tolist() == [[[0, 15, 7, 1], [-1, -1, -1, -1]]]
+    assert decoded(x, "uniform", bits=1)[0, 0].tolist() == [0, 15, 0, 0]
+
+
+def test_int4_by_hand() -> None:
+    x = F32([[[-4, 11, 2.5, -0.5], [16, 31, 16, 17]]])
+    # scale 1: zero points 4, and 0 for a vector of positive numbers, whose codes end at 15; ties go up, as all are >= 0
+    assert decoded(x, "int4_per_token_head").tolist() == [[[-4, 11, 3, 0], [15, 15, 15, 15]]]
+    step = np.float32(2 / 15)  # its last four bits are 1001, and are cleared
+    assert decoded(F32([[[0, 2]]]), "int4_per_token_head")[0, 0, 1] == 15 * (step - F32(9 * 2.0**-26))
+
+
+def test_hadamard_form_by_hand() -> None:
+    """A row of the Hadamard matrix is one centroid and, near 0, others; the decoded vector has the length of x."""
+    x = (3 * formats.signs_of_hadamard(4)[1] / 2)[None].astype(F32)
+    found = decoded(x, "turboquant", bits=1, form="hadamard")
+    # all four centroids have one size, so each coordinate is half of the length
+    np.testing.assert_allclose(np.linalg.norm(found), 3)
+    np.testing.assert_allclose(np.abs(found @ formats.signs_of_hadamard(4)) / 2, [[1.5] * 4])
+    x = np.random.default_rng(2).normal(size=(400, 64)).astype(F32)
+    found = decoded(x, "turboquant", bits=4, form="hadamard")
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
+    assert (((found - x) ** 2).sum(-1) / (x**2).sum(-1)).mean() == pytest.approx(0.0095, rel=0.05)
+
+
+def test_normal_centroids() -> None:
+    """Max 1960, table I: the quantiser of the normal distribution with 8 levels."""
+    np.testing.assert_allclose(formats.normal_centroids(1, 3)[4:], [0.2451, 0.7560, 1.344, 2.152], atol=1e-3)
+
+
 def test_bytes() -> None:
     """Of one vector of 128 numbers, and of the scales of two heads with three tokens."""
     expected = {"q8_0": 136, "q5_1": 96, "q5_0": 88, "q4_1": 80, "q4_0": 72, "mxfp4": 68}
@@ -89,6 +121,11 @@ def test_bytes() -> None:
     assert scales == {"tensor": 4, "head": 8, "token": 24}
     assert stored_bytes(1, 1, 128, "turboquant", bits=3) == 50
     assert stored_bytes(1, 1, 80, "turboquant", bits=3, form="product") == 34
+    # slots of vLLM: 64 + 2 bytes for a key and 64 + 4 for a value of 4 bits; 48 of 3 bits
+    assert stored_bytes(1, 1, 128, "turboquant", bits=4, form="hadamard") == 66
+    assert stored_bytes(1, 1, 128, "uniform", bits=4) == 68
+    assert stored_bytes(1, 1, 128, "uniform", bits=3) == 52
+    assert stored_bytes(1, 1, 128, "int4_per_token_head") == 68
 
 
 def test_head_dimensions_that_have_no_blocks() -> None:

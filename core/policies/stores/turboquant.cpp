@@ -1,8 +1,11 @@
 // TurboQuant (Zandieh et al. 2025, arXiv:2504.19874): rotated unit vectors in a Lloyd-Max codebook (docs/stores.md).
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <utility>
@@ -52,6 +55,18 @@ Matrix orthogonal_factor(const Matrix& matrix) {
   return transposed(columns);
 }
 
+/// Blocks H(i, j) = (-1)^popcount(i & j) / sqrt(n) on the diagonal, n the largest power of two that divides `dim`.
+Matrix hadamard_matrix(int dim) {
+  const int block = 1 << std::countr_zero(static_cast<unsigned>(dim));
+  Matrix matrix(dim, dim);
+  for (int row = 0; row < dim; ++row)
+    for (int column = row / block * block; column < (row / block + 1) * block; ++column) {
+      const int common_bits = std::popcount(static_cast<unsigned>(row % block & column % block));
+      matrix(row, column) = (common_bits % 2 == 0 ? 1 : -1) / std::sqrt(block);
+    }
+  return matrix;
+}
+
 Vector times(const Matrix& matrix, std::span<const double> x) {
   Vector result;
   for (int row = 0; row < matrix.rows(); ++row) result.push_back(product(matrix.row(row), x));
@@ -66,10 +81,33 @@ double cosine_integral(int power, double angle) {
   return integral;
 }
 
-/// Centroids of the Lloyd-Max quantiser of the density f(u) = (1 - u^2)^((d - 3) / 2), up to a factor, on [-1, 1]:
-/// that of a coordinate of a random unit vector. With u = sin(t), the integral of f is that of cos^(d - 2) t, and the
-/// integral of u f is -cos^(d - 1) t / (d - 1).
-Vector lloyd_max_centroids(int levels, int dim) {
+/// Antiderivatives of a density f(u), up to one factor, and of u f.
+struct Integrals {
+  std::function<double(double)> mass, moment;
+  double least = -std::numeric_limits<double>::infinity(), most = std::numeric_limits<double>::infinity();
+};
+
+/// f(u) = (1 - u^2)^((d - 3) / 2) on [-1, 1]: the density of a coordinate of a random unit vector. With u = sin(t), the
+/// integral of f is that of cos^(d - 2) t, and the integral of u f is -cos^(d - 1) t / (d - 1).
+Integrals of_unit_vector(int dim) {
+  return {.mass = [dim](double u) { return cosine_integral(dim - 2, std::asin(u)); },
+          .moment = [dim](double u) { return -std::pow(1 - u * u, (dim - 1) / 2.0) / (dim - 1); },
+          .least = -1,
+          .most = 1};
+}
+
+/// The normal distribution of variance 1/d.
+Integrals of_normal(int dim) {
+  const double deviation = 1 / std::sqrt(dim);
+  return {.mass = [deviation](double u) { return std::erfc(-u / deviation / std::numbers::sqrt2) / 2; },
+          .moment =
+              [deviation](double u) {
+                return -deviation * std::exp(-u * u / (2 * deviation * deviation)) / std::sqrt(2 * std::numbers::pi);
+              }};
+}
+
+/// Centroids of the Lloyd-Max quantiser of a density.
+Vector lloyd_max_centroids(int levels, int dim, const Integrals& below) {
   constexpr double enough = 1e-12;
   constexpr int most_rounds = 100'000;
   const double width = std::min(1.0, 3.5 / std::sqrt(dim));
@@ -78,12 +116,11 @@ Vector lloyd_max_centroids(int levels, int dim) {
   double change = 1;
   for (int round = 0; round < most_rounds && change >= enough; ++round) {
     change = 0;
-    double mass_below = cosine_integral(dim - 2, -std::numbers::pi / 2), moment_below = 0;
+    double mass_below = below.mass(below.least), moment_below = 0;
     for (std::size_t i = 0; i < centroids.size(); ++i) {
       const bool is_last = i + 1 == centroids.size();
-      const double edge = is_last ? 1.0 : (centroids[i] + centroids[i + 1]) / 2;
-      const double mass = cosine_integral(dim - 2, std::asin(edge));
-      const double moment = -std::pow(1 - edge * edge, (dim - 1) / 2.0) / (dim - 1);
+      const double edge = is_last ? below.most : (centroids[i] + centroids[i + 1]) / 2;
+      const double mass = below.mass(edge), moment = below.moment(edge);
       const double centroid = (moment - moment_below) / (mass - mass_below);
       change = std::max(change, std::abs(centroid - centroids[i]));
       centroids[i] = centroid;
@@ -100,8 +137,9 @@ double nearest_centroid(const Vector& centroids, const Vector& midpoints, double
 }
 
 struct Turboquant {
-  enum class Form { mse, product };
-  static constexpr Choice<Form> words[] = {{"mse", Form::mse}, {"product", Form::product}};
+  enum class Form { mse, product, hadamard };
+  static constexpr Choice<Form> words[] = {
+      {"mse", Form::mse}, {"product", Form::product}, {"hadamard", Form::hadamard}};
 
   int bits = 3;
   Form form = Form::mse;
@@ -110,7 +148,8 @@ struct Turboquant {
   void parameters(Parameters& p) {
     p.add("bits", bits, IntRange{.least = 1, .most = 4}, "bits per quantised number");
     p.add<Form>("form", form, words,
-                "mse: least squared error; product: one bit of each number for an unbiased inner product with queries");
+                "mse: least squared error; product: one bit of each number for an unbiased inner product with queries; "
+                "hadamard: keys of vLLM's TurboQuant, with a Hadamard rotation and decoded directions of length 1");
     p.add_seed("seed", seed, "random seed of the rotation");
   }
   NumberFormat format() const {
@@ -125,16 +164,20 @@ struct Turboquant {
 struct Setup {
   Matrix rotation, rotation_back, signs, signs_back;  // the last two of the product form only
   Vector centroids, midpoints;
+  bool keeps_length;  // decoded directions have the length 1
 
   Setup(const Turboquant& part, int dim)
-      : rotation(orthogonal_factor(gaussian_matrix(part.seed, 0, dim))), rotation_back(transposed(rotation)) {
+      : rotation(part.form == Turboquant::Form::hadamard ? hadamard_matrix(dim)
+                                                         : orthogonal_factor(gaussian_matrix(part.seed, 0, dim))),
+        rotation_back(transposed(rotation)),
+        keeps_length(part.form == Turboquant::Form::hadamard) {
     int code_bits = part.bits;
     if (part.form == Turboquant::Form::product) {
       --code_bits;
       signs = gaussian_matrix(part.seed, 1, dim);
       signs_back = transposed(signs);
     }
-    centroids = lloyd_max_centroids(1 << code_bits, dim);
+    centroids = lloyd_max_centroids(1 << code_bits, dim, keeps_length ? of_normal(dim) : of_unit_vector(dim));
     for (std::size_t i = 0; i + 1 < centroids.size(); ++i) midpoints.push_back((centroids[i] + centroids[i + 1]) / 2);
   }
 
@@ -145,6 +188,8 @@ struct Setup {
     for (double& x : unit) x /= length;
     Vector codes = times(rotation, unit);
     for (double& x : codes) x = nearest_centroid(centroids, midpoints, x);
+    if (keeps_length)
+      for (const double length_of_codes = std::sqrt(product(codes, codes)); double& x : codes) x /= length_of_codes;
     Vector decoded = times(rotation_back, codes);
     if (!signs.empty()) add_residual(unit, decoded);
     const double stored_length = rounded_to_float16(static_cast<float>(length));
