@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from tiny_models import CONFIGS, LOCAL_AND_GLOBAL, VERSION_2
 from kvreplay.capture.model import load
 from kvreplay.capture.model_options import ModelChoices
 from kvreplay.live import passes
-from kvreplay.live.attention import PageReads
+from kvreplay.live.attention import Layer, PageReads, Queries, TokenReads
 from kvreplay.live.cells import LiveCell, cells_of, evicted
 from kvreplay.live.measure import alike
 from kvreplay.results import Run, TraceFacts
@@ -185,24 +186,89 @@ def pages_read(query: np.ndarray, keys: np.ndarray, page: int, count: int) -> np
     return np.isin(np.arange(len(keys)) // page, best)
 
 
+def pages_by_mean(query: np.ndarray, keys: np.ndarray, page: int, count: int) -> np.ndarray:
+    means = [keys[first : first + page].mean(axis=0) @ query for first in range(0, len(keys), page)]
+    best = sorted(range(len(means)), key=lambda i: (-means[i], i))[:count]
+    return np.isin(np.arange(len(keys)) // page, best)
+
+
+def tokens_read(query: np.ndarray, keys: np.ndarray, t: int, sinks: int, local: int, count: int) -> np.ndarray:
+    """Token by token, by the rule of docs/conventions.md."""
+    chosen = list(range(sinks))[:count]
+    recent = [j for j in range(len(keys)) if j > t - local and j not in chosen]
+    chosen += recent[max(0, len(recent) - (count - len(chosen))) :]
+    others = [j for j in range(len(keys)) if j not in chosen and j not in recent]
+    chosen += sorted(others, key=lambda j: (-(query @ keys[j]), j))[: count - len(chosen)]
+    return np.isin(np.arange(len(keys)), chosen)
+
+
+def share_read(z: np.ndarray, t: int, sinks: int, local: int, p: float) -> np.ndarray:
+    read = (np.arange(len(z)) < sinks) | (np.arange(len(z)) > t - local)
+    others = sorted(np.flatnonzero(~read), key=lambda j: -z[j])
+    total, so_far = sum(math.exp(z[j]) for j in others), 0.0
+    for j in others:
+        so_far += math.exp(z[j])
+        read[j] = True
+        if so_far / total > p:
+            break
+    return read
+
+
+def queries_of(q: np.ndarray, first: int, tokens: int, layer: Layer) -> Queries:
+    """Behind a prompt of so many tokens, which they all see."""
+    seen = torch.ones(*q.shape[:3], tokens, dtype=torch.bool)
+    return Queries(torch.from_numpy(q), torch.arange(first, first + q.shape[2]), seen, layer)
+
+
+PLAIN = Layer(0.3, 0.0, 0, torch.zeros(0), torch.zeros(0))
+
+
 @pytest.mark.parametrize(("tokens", "page", "count"), [(20, 4, 2), (21, 4, 3), (5, 8, 1), (9, 1, 4), (12, 3, 9)])
 def test_pages_that_a_query_reads(tokens: int, page: int, count: int) -> None:
     generator = np.random.default_rng(tokens)
-    queries, keys = generator.normal(size=(1, 4, 3, 6)), generator.normal(size=(1, 2, tokens, 6))
+    q, keys = generator.normal(size=(1, 4, 3, 6)), generator.normal(size=(1, 2, tokens, 6))
     keys[0, 1, page : 2 * page] = keys[0, 1, :page][: max(0, min(page, tokens - page))]  # two pages that are equal
-    found = PageReads(page, count).read(torch.from_numpy(queries), torch.from_numpy(keys))
+    queries = queries_of(q, tokens, tokens, PLAIN)
+    for by_mean, rule in ((False, pages_read), (True, pages_by_mean)):
+        found = PageReads(page, count, by_mean).read(queries, torch.from_numpy(keys))
+        for head, n in np.ndindex(4, 3):
+            wanted = rule(q[0, head, n], keys[0, head // 2], page, count)
+            np.testing.assert_array_equal(found[0, head, n].numpy(), wanted)
+
+
+@pytest.mark.parametrize(("sinks", "local", "count"), [(0, 0, 5), (2, 4, 9), (2, 5, 4), (3, 2, 2), (4, 30, 20)])
+def test_tokens_that_a_query_reads(sinks: int, local: int, count: int) -> None:
+    generator = np.random.default_rng(count)
+    q, keys = generator.normal(size=(1, 4, 3, 6)), generator.normal(size=(1, 2, 20, 6))
+    keys[0, 1, 7] = keys[0, 1, 12]  # of equal tokens the first one
+    found = TokenReads(sinks, local, count).read(queries_of(q, 20, 20, PLAIN), torch.from_numpy(keys))
+    share = TokenReads(sinks, local, share=0.6).read(queries_of(q, 20, 20, PLAIN), torch.from_numpy(keys))
     for head, n in np.ndindex(4, 3):
-        wanted = pages_read(queries[0, head, n], keys[0, head // 2], page, count)
+        query, of_head = q[0, head, n], keys[0, head // 2]
+        wanted = tokens_read(query, of_head, 20 + n, sinks, local, count)
         np.testing.assert_array_equal(found[0, head, n].numpy(), wanted)
+        if head < 2:  # of equal tokens, the share reads both
+            wanted = share_read(0.3 * of_head @ query, 20 + n, sinks, local, 0.6)
+            np.testing.assert_array_equal(share[0, head, n].numpy(), wanted)
 
 
+READS: dict[str, Callable[[np.ndarray, np.ndarray, int, int, float], np.ndarray]] = {
+    "quest:page=8,least_pages=1": lambda q, k, t, budget, scale: pages_read(q, k, 8, budget // 8),
+    "page-means:page=8,least_pages=1": lambda q, k, t, budget, scale: pages_by_mean(q, k, 8, budget // 8),
+    "oracle-top-k:sinks=2,local=3": lambda q, k, t, budget, scale: tokens_read(q, k, t, 2, 3, budget),
+    "oracle-top-p:p=0.6,sinks=1,local=2": lambda q, k, t, budget, scale: share_read(scale * k @ q, t, 1, 2, 0.6),
+}
+
+
+@pytest.mark.parametrize("policy", READS)
 @pytest.mark.parametrize("name", ["llama", "one_kv_head", "qwen3"])
-def test_quest(name: str, case: Callable[..., Case]) -> None:
-    """In the last layer alone a query is what it was captured as, so its pages are those of the trace's tensors."""
-    made = case(name, "quest", ("quest:page=8,least_pages=1,dense_layers=3", "quest:page=16,least_pages=2"))
+def test_sparse_reads(name: str, policy: str, case: Callable[..., Case]) -> None:
+    """In the last layer alone a query is what it was captured as, so it reads what the trace's tensors say."""
+    made = case(name, policy.partition(":")[0], (f"{policy},dense_layers=3", f"{policy},dense_layers=2"))
     run, trace, model, eager, text = loaded(made)
     cells, left_out, failed = cells_of(run, trace, run.cells[run.cells["role"] == "asked"])
-    assert len(cells) == 4 and not left_out and not failed and {cell.decisions for cell in cells} == {"live"}
+    assert len(cells) == 4
+    assert not left_out and not failed and {cell.decisions for cell in cells} == {"live"}
     with Trace(run.captured("t")) as captured:
         q, k = (captured[f"/layers/003/{one}"].astype(np.float64) for one in "qk")
     group, last = len(q) // len(k), len(text.layers) - 1
@@ -216,10 +282,11 @@ def test_quest(name: str, case: Callable[..., Case]) -> None:
             assert set(cell.reads) == {2, 3}
             continue
         mask = np.broadcast_to(np.tri(trace.tokens, dtype=bool), (len(q), trace.tokens, trace.tokens)).copy()
+        budget, scale = int(cell.facts["budget_tokens"]), text.layers[last].scale
         for head in range(len(q)):
             for t in range(trace.boundary, trace.tokens):
                 keys = k[head // group, : trace.boundary]
-                mask[head, t, : trace.boundary] = pages_read(q[head, t], keys, 8, int(cell.facts["budget_tokens"]) // 8)
+                mask[head, t, : trace.boundary] = READS[policy](q[head, t], keys, t, budget, scale)
         causal = np.tri(trace.tokens, dtype=bool)[None]
         with torch.inference_mode(), with_masks(eager, [causal] * last + [mask]):
             wanted = eager(input_ids=text.ids[None], use_cache=False).logits[0, trace.boundary :]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -72,30 +72,108 @@ def together(cells: Sequence[Held]) -> Held:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """Queries of one layer behind the prompt."""
+
+    q: torch.Tensor  # [B,Hq,n,d]
+    positions: torch.Tensor  # [n]
+    seen: torch.Tensor  # bool [B,Hq,n,m]: the prompt tokens that they see
+    layer: Layer
+
+
+class Reads(Protocol):
+    """Which tokens of the prompt each query of each query head reads."""
+
+    def read(self, queries: Queries, keys: torch.Tensor) -> torch.Tensor:
+        """Of the tokens of keys [B,Hkv,m,d], in the order of the text: bool [B,Hq,n,m]."""
+        ...
+
+    def every(self, tokens: int) -> Reads:
+        """The same with a budget of so many tokens, which are all."""
+        ...
+
+
+@dataclass(frozen=True)
 class PageReads:
-    """Each query of each query head reads the best `count` pages of the prompt; among equal pages the earlier one. The
-    score of a page is sum_c max(q_c min_c, q_c max_c), with the extremes of each channel over its keys (Tang et al.
-    2024, Quest, arXiv:2406.10774)."""
+    """The best `count` pages of the prompt; among equal pages the earlier one. The score of a page is
+    sum_c max(q_c min_c, q_c max_c), with the extremes of each channel over its keys (Tang et al. 2024, Quest,
+    arXiv:2406.10774), or with `by_mean` the product with the mean of its keys (Lu et al. 2025, MoBA,
+    arXiv:2502.13189)."""
 
     page: int  # tokens
     count: int
+    by_mean: bool = False
 
-    def read(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Whether queries [B,Hq,n,d] read the tokens of keys [B,Hkv,m,d], in the order of the text: [B,Hq,n,m]."""
-        tokens = keys.shape[2]
+    def read(self, queries: Queries, keys: torch.Tensor) -> torch.Tensor:
+        tokens, query = keys.shape[2], queries.q.double()
         pages = -(-tokens // self.page)
+        group = query.shape[1] // keys.shape[1]
 
         def in_pages(beyond: float) -> torch.Tensor:
             padded = torch.nn.functional.pad(keys.double(), (0, 0, 0, pages * self.page - tokens), value=beyond)
-            return padded.unflatten(2, (pages, self.page))
+            return padded.unflatten(2, (pages, self.page)).repeat_interleave(group, 1)
 
-        least, most = in_pages(math.inf).amin(3), in_pages(-math.inf).amax(3)
-        group = query.shape[1] // keys.shape[1]
-        least, most = (x.repeat_interleave(group, 1).transpose(-1, -2) for x in (least, most))
-        scores = query.double().clamp(min=0) @ most + query.double().clamp(max=0) @ least  # [B,Hq,n,pages]
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
-        read = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
-        return read.repeat_interleave(self.page, -1)[..., :tokens]
+        def products(q: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+            return q @ vectors.transpose(-1, -2)  # [B,Hq,n,pages]
+
+        if self.by_mean:
+            sizes = torch.full((pages, 1), float(self.page), dtype=torch.float64, device=keys.device)
+            sizes[-1] = tokens - (pages - 1) * self.page
+            scores = products(query, in_pages(0).sum(3) / sizes)
+        else:
+            least, most = in_pages(math.inf).amin(3), in_pages(-math.inf).amax(3)
+            scores = products(query.clamp(min=0), most) + products(query.clamp(max=0), least)
+        return _best(scores, self.count).repeat_interleave(self.page, -1)[..., :tokens]
+
+    def every(self, tokens: int) -> PageReads:
+        return replace(self, count=tokens)
+
+
+@dataclass(frozen=True)
+class TokenReads:
+    """The first `sinks` tokens, the prompt tokens among the last `local` ones up to the query, and of the others those
+    with the largest product of query and key: `count` in all, the sinks first; or without `count` those whose attention
+    weights reach the `share` of the others' sum (skylight-org/sparse-attention-hub, OracleTopKMasker and
+    OracleTopPMasker). Among equal tokens the earlier one."""
+
+    sinks: int
+    local: int
+    count: int | None = None
+    share: float = 1.0
+
+    def read(self, queries: Queries, keys: torch.Tensor) -> torch.Tensor:
+        group = queries.q.shape[1] // keys.shape[1]
+        products = queries.q.double() @ keys.double().repeat_interleave(group, 1).transpose(-1, -2)
+        number = torch.arange(keys.shape[2], device=keys.device)
+        sinks, recent = number < self.sinks, number > queries.positions[:, None] - self.local
+        hidden = products.masked_fill(~queries.seen, -math.inf)
+        if self.count is not None:
+            # Of sinks the first ones are read, of recent tokens the last ones.
+            largest = torch.finfo(torch.float64).max
+            latest = largest / 2 * (1 + number.double() / len(number))
+            order = torch.where(recent, latest, hidden).masked_fill(sinks, math.inf)
+            return _best(order.masked_fill(~queries.seen, -math.inf), self.count) & queries.seen
+        logits = hidden * queries.layer.scale
+        if queries.layer.softcap:
+            logits = queries.layer.softcap * torch.tanh(logits / queries.layer.softcap)
+        competing = queries.seen & ~(sinks | recent)
+        weights = logits.masked_fill(~competing, -math.inf)
+        weights = torch.exp(weights - weights.amax(-1, keepdim=True)).nan_to_num()
+        ordered = weights.sort(dim=-1, descending=True).values
+        sums = ordered.cumsum(-1)
+        # The first weight whose cumulative share exceeds `share`, or else the last one of the competing tokens.
+        at = (sums / sums[..., -1:] <= self.share).sum(-1, keepdim=True)
+        least = ordered.gather(-1, torch.minimum(at, (competing.sum(-1, keepdim=True) - 1).clamp(min=0)))
+        return queries.seen & ((sinks | recent) | (competing & (weights >= least)))
+
+    def every(self, tokens: int) -> TokenReads:
+        return replace(self, count=tokens)
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Whether each one is among the `count` largest along the last axis, of equal ones the first."""
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
 ROOM = 64  # tokens
@@ -128,14 +206,14 @@ class MaskedAttention:
 
     `held`: the resident tokens of each layer before the pass, by the layer's number in the model; empty in a pass that
     begins at 0. `leaves`: by layer int64 [B,H,T], the query after which a token of the pass is evicted, or NEVER.
-    `reads`: by layer, the pages of these resident tokens that a query reads; all tokens must be resident, in order.
+    `reads`: by layer, which of these resident tokens a query reads; all tokens must be resident, in order.
     """
 
     layers: dict[int, Layer]
     begin: int
     held: dict[int, Held] = field(default_factory=dict)
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
-    reads: dict[int, PageReads] = field(default_factory=dict)
+    reads: dict[int, Reads] = field(default_factory=dict)
     seen: Callable[[int, torch.Tensor], None] | None = None  # layer, output [B,n,Hq,d]
     cached: dict[int, Growing] = field(default_factory=dict)  # by layer: held tokens, then those of the pass
 
@@ -189,7 +267,7 @@ class MaskedAttention:
             given = causal(positions, held.positions, layer.window, layer.chunk)
             if number in self.reads:
                 given = given.repeat_interleave(query_heads // given.shape[1], 1)
-                given = given & self.reads[number].read(query, held.k)
+                given = given & self.reads[number].read(Queries(query, positions, given, layer), held.k)
             seen = torch.cat([given, seen.expand(batch, given.shape[1], -1, -1)], -1)
         return attended(layer, query, key, value, seen)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from kvreplay.engine import decision_and_store
 from kvreplay.engine import open as open_trace
 from kvreplay.errors import Error
-from kvreplay.live.attention import NEVER, Held, Layer, PageReads, kept_tokens
+from kvreplay.live.attention import NEVER, Held, Layer, PageReads, Reads, TokenReads, kept_tokens
 from kvreplay.live.passes import Evicted, Row, Text
 from kvreplay.results import COLUMNS, NUMBERS, Run, Selection, Stored, StoredLayer, TraceFacts
 
@@ -37,7 +37,7 @@ class LiveCell:
     kept: dict[int, torch.Tensor]  # bool [1 | Hkv | Hq, P]
     leaves: dict[int, torch.Tensor] | None = None  # int64 [1 | Hkv | Hq, T]: the query after which a token goes
     stored: Stored | None = None  # of a store that moves or changes kept tokens
-    reads: dict[int, PageReads] = field(default_factory=dict)  # where each query reads a part of what is held
+    reads: dict[int, Reads] = field(default_factory=dict)  # where each query reads a part of what is held
 
     def row(self, text: Text, trace: TraceFacts) -> Row:
         """The prompt's keys and values that a pass over the continuation attends to, by layer."""
@@ -76,11 +76,13 @@ def cells_of(run: Run, trace: TraceFacts, rows: pd.DataFrame) -> tuple[list[Live
         decision, store = decision_and_store(f"{row.policy}:{row.params}".rstrip(":"), len(trace.treated))
         selection = run.selection_of(row.cell, trace.boundary)
         facts = _facts(run, row.cell, trace.name)
-        if row.policy == "quest":
-            found.append(LiveCell(facts, row.label, CHOSEN_LIVE, {}, reads=_page_reads(row, trace)))
+        if row.policy in SPARSE_READS:
+            found.append(LiveCell(facts, row.label, CHOSEN_LIVE, {}, reads=_reads(row, trace)))
             continue
         if selection is None:
-            left_out.append(f"{row.label}: each query reads other tokens")
+            left_out.append(
+                f"{row.label}: each query reads other tokens, which live selects for {', '.join(SPARSE_READS)} only"
+            )
             continue
         if decision == "during-prefill" and store == "changed":
             left_out.append(f"{row.label}: its values change whenever tokens are evicted")
@@ -115,12 +117,28 @@ def _facts(run: Run, cell: str, trace: str) -> dict[str, str]:
     return {name: f"{row[name]:.17g}" if name in NUMBERS else row[name] for name in COLUMNS}
 
 
-def _page_reads(row: Any, trace: TraceFacts) -> dict[int, PageReads]:
-    """By layer, the pages that queries read in a cell of quest."""
+def _pages(parameters: dict[str, str], budget: int, by_mean: bool = False) -> PageReads:
+    page = int(parameters["page"])
+    return PageReads(page, max(int(parameters["least_pages"]), budget // page), by_mean)
+
+
+def _tokens(parameters: dict[str, str], **chosen: Any) -> TokenReads:
+    return TokenReads(int(parameters["sinks"]), int(parameters["local"]), **chosen)
+
+
+SPARSE_READS: dict[str, Callable[[dict[str, str], int], Reads]] = {
+    "quest": _pages,
+    "page-means": lambda parameters, budget: _pages(parameters, budget, by_mean=True),
+    "oracle-top-k": lambda parameters, budget: _tokens(parameters, count=budget),
+    "oracle-top-p": lambda parameters, budget: _tokens(parameters, share=float(parameters["p"])),
+}
+
+
+def _reads(row: Any, trace: TraceFacts) -> dict[int, Reads]:
+    """By layer, what queries read in a cell of a policy with sparse reads."""
     parameters = dict(one.split("=") for one in row.params.split(","))
-    page, least, dense = (int(parameters[name]) for name in ("page", "least_pages", "dense_layers"))
-    reads = PageReads(page, max(least, int(row.budget_tokens) // page))
-    return {int(trace.layer_numbers[place]): reads for place in trace.treated[dense:]}
+    reads = SPARSE_READS[row.policy](parameters, int(row.budget_tokens))
+    return {int(trace.layer_numbers[place]): reads for place in trace.treated[int(parameters["dense_layers"]) :]}
 
 
 def leaves_of(selection: Selection) -> dict[int, torch.Tensor]:

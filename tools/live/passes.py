@@ -12,7 +12,7 @@ import torch
 from kvreplay.capture.model import decoder, input_device
 from kvreplay.capture.observe import DIFFERENTIAL, LayerCall, blocks, observed
 from kvreplay.errors import Error, Refusal
-from kvreplay.live.attention import NEVER, Held, Layer, MaskedAttention, PageReads, kept_tokens, masked, together
+from kvreplay.live.attention import NEVER, Held, Layer, MaskedAttention, Reads, kept_tokens, masked, together
 
 
 @dataclass
@@ -76,10 +76,10 @@ class Evicted:
     begin: int
     held: dict[int, Held] = field(default_factory=dict)  # by layer, [B,H,n,...]
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: int64 [B,H,T], as of MaskedAttention
-    reads: dict[int, PageReads] = field(default_factory=dict)  # by layer: what queries read of it, in all rows the same
+    reads: dict[int, Reads] = field(default_factory=dict)  # by layer: what queries read of it, in all rows the same
 
     @classmethod
-    def behind_prompt(cls, text: Text, rows: Sequence[Row], reads: dict[int, PageReads] | None = None) -> Evicted:
+    def behind_prompt(cls, text: Text, rows: Sequence[Row], reads: dict[int, Reads] | None = None) -> Evicted:
         """A pass behind the prompt, with the resident tokens of each row."""
         held = {number: together([row[number] for row in rows]) for number in text.layers}
         return cls(len(rows), text.prompt, held, reads=reads or {})
@@ -99,8 +99,8 @@ class Evicted:
         if like.leaves:
             whole = {number: torch.full((1, len(text.ids)), NEVER) for number in text.layers}
             return cls.over_time(text, [whole] * like.rows)
-        every_page = {number: replace(reads, count=text.prompt) for number, reads in like.reads.items()}
-        return cls.behind_prompt(text, [everything(text)] * like.rows, every_page)
+        every_token = {number: reads.every(text.prompt) for number, reads in like.reads.items()}
+        return cls.behind_prompt(text, [everything(text)] * like.rows, every_token)
 
 
 def everything(text: Text) -> Row:
@@ -130,7 +130,7 @@ def run(model: Any, text: Text, evicted: Evicted) -> Trajectory:
 
 
 def generate(
-    model: Any, text: Text, rows: Sequence[Row], count: int, reads: dict[int, PageReads] | None = None
+    model: Any, text: Text, rows: Sequence[Row], count: int, reads: dict[int, Reads] | None = None
 ) -> list[list[int]]:
     """Greedy text of `count` tokens, a list a row; `reads` as of Evicted.
 
