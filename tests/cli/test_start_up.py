@@ -14,14 +14,26 @@ from kvreplay.run_names import check_names
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-LARGE = {"bokeh", "dask", "distributed", "duckdb", "matplotlib", "pandas", "pyarrow", "scipy", "torch", "transformers"}
+LARGE = {
+    "bokeh",
+    "dask",
+    "datasets",
+    "distributed",
+    "duckdb",
+    "matplotlib",
+    "pandas",
+    "pyarrow",
+    "scipy",
+    "torch",
+    "transformers",
+}
 REPLAY = "none.h5 -p snapkv -b 0.1"
 MISSING_FILES = {
     "kvreplay-capture": ["--model none.gguf --prompt x -o t.h5", "--model ./none --prompt x -o t.h5"],
     "kvreplay-check": ["none kept.npz -p snapkv -b 0.1", "trace.h5 none.npz -p snapkv -b 0.1"],
     "kvreplay-compare": ["none --baseline h2o"],
     "kvreplay-example": ["-o none.txt/t.h5"],
-    "kvreplay-export": ["none -o table.parquet"],
+    "kvreplay-export": ["none -o table.parquet", "none.h5 -o card.md"],
     "kvreplay-live": ["none --model x", "run --model none.gguf"],
     "kvreplay-plot": ["curve none", "similarity none.h5"],
     "kvreplay-predict": ["none"],

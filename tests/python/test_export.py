@@ -14,6 +14,8 @@ from program import WITH_PYTHON, done, kvreplay
 from kvreplay import export
 from kvreplay.errors import Error
 from kvreplay.results import Run
+from kvreplay.trace import Trace
+from kvreplay.trace_card import facts
 
 TYPES = dict.fromkeys(export.WHOLE, "int64") | dict.fromkeys(export.REAL, "double")
 TYPES |= dict.fromkeys(export.TRUTH, "bool") | {"seed": "uint64"}
@@ -112,16 +114,59 @@ def test_selections_are_those_of_format_1(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(item[()], apart[name][()])
 
 
-def test_what_cannot_be_exported_is_refused(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused(run: Run, small: Path, tmp_path: Path) -> None:
     for words, code, said in (
         (
             [run.folder, "-o", "out.xlsx"],
             2,
-            "-o: unknown file format: expected a name ending in .parquet, .arrow, .csv or .h5",
+            "-o: unknown file format: expected a name ending in .parquet, .arrow, .csv, .h5 or .md",
         ),
         ([run.folder, "-o", "nowhere/out.h5"], 3, "nowhere/out.h5: cannot be written"),
         ([tmp_path, "-o", "out.h5"], 3, "not a finished run"),
+        ([small, "-o", "out.csv"], 2, "-o: unknown file format: expected a name ending in .parquet, .arrow or .md"),
+        ([run.folder, small, "-o", "out.md"], 2, "RUN: inputs: expected one run, or traces (.h5), found 2"),
+        ([run.folder, "-o", run.folder], 3, "exists: expected the name of a new folder, found a folder"),
     ):
         answer = kvreplay("export", *words, folder=tmp_path, env=WITH_PYTHON)
         assert answer.code == code and said in answer.err and answer.err.count("\n") == 1, answer
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataset_of_a_run_is_loaded_by_its_owner(run: Run, small: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder = exported(run, tmp_path / "published")
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "results.parquet", "traces.parquet"]
+
+    def loaded(*words: str, **files: str) -> list[dict]:
+        return list(datasets.load_dataset(*words, **files, split="train", cache_dir=str(tmp_path / "cache")))
+
+    with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = loaded(str(folder), "results")
+    assert [(row["cell"], row["metric"], row["value"]) for row in found] == [
+        (row["cell"], row["metric"], read(row["value"], "double")) for row in rows
+    ]
+    [of_trace] = loaded(str(folder), "traces")
+    trace = Trace(small)
+    assert of_trace == facts(trace, with_text=True)
+    assert (of_trace["prompt_tokens"], of_trace["layer_index"], of_trace["ids"]) == (150, [0, 1, 2], trace.ids.tolist())
+
+    answer = kvreplay("export", small, "--no-text", "-o", "t.arrow", "-q", folder=tmp_path, env=WITH_PYTHON)
+    assert (answer.code, answer.out, answer.err) == (0, "", "")
+    assert loaded("arrow", data_files=str(tmp_path / "t.arrow")) == [facts(trace, with_text=False)]
+
+
+def test_the_card_names_model_revision_prompts_and_licence(tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[2] / "traces" / "smollm2-135m-needle.h5"
+    words = [shipped, "-o", "card.md", "--licence", "apache-2.0"]
+    assert kvreplay("export", *words, folder=tmp_path, env=WITH_PYTHON).code == 0
+    card = (tmp_path / "card.md").read_text(encoding="utf-8")
+    weights = Trace(shipped)["/model@source_hash"]
+    assert card.startswith('---\nlicense: "apache-2.0"\ntags: [kv-cache, attention]\n---\n')
+    assert f"| SmolLM2-135M-Instruct | {weights} | LlamaForCausalLM | bfloat16 |" in card
+    assert "needle [257, 276), question [465, 474)" in card
+    assert "    Notes for whoever keeps the station at Gull Sound this winter\n" in card
+    assert card.endswith("## Licence\n\napache-2.0\n")
+    assert kvreplay("export", shipped, "--no-text", "-o", "bare.md", folder=tmp_path, env=WITH_PYTHON).code == 0
+    bare = (tmp_path / "bare.md").read_text(encoding="utf-8")
+    assert "Gull Sound" not in bare and "The text is not included." in bare and "Not stated: model" in bare

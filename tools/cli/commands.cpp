@@ -31,7 +31,7 @@ constexpr Command companion_table[] = {
      compare_operands, compare_options, nullptr, nullptr, compare_examples},
     {"example", "writes an example trace: 10 MB of a small language model, with a needle and a question",
      example_operands, example_options, nullptr, nullptr, example_examples},
-    {"export", "writes the numbers of a run as Parquet, Arrow or CSV, or its kept sets as HDF5", export_operands,
+    {"export", "writes results as Parquet, Arrow or CSV, kept sets as HDF5, and cards and datasets of traces", export_operands,
      export_options, nullptr, nullptr, export_examples},
     {"live", "applies the kept sets of a replay in the live model and measures its predictions and answers",
      live_operands, live_options, nullptr, nullptr, live_examples},
