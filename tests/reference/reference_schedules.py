@@ -176,14 +176,16 @@ def lowest_goes(residents: Residents, scores: np.ndarray, t: int) -> Verdict:
 
 def threshold_sizes(case: Case) -> tuple[int, int]:
     """n_max and n_keep of schedule=threshold(n_max,n_keep), each a count or a share of the prompt."""
-    peak, keep = call_of(case.parameters["schedule"])[1]
+    peak, keep = call_of(case.parameters["schedule"])[1][:2]
     return budget_tokens(peak, case.trace.prompt), budget_tokens(keep, case.trace.prompt)
 
 
 def compressions(case: Case) -> range:
-    """The queries after which residents are as many as the threshold."""
+    """The queries after which residents are as many as the threshold; threshold(n_max,n_keep,true) evicts no token
+    before the end of the prompt."""
     peak, keep = threshold_sizes(case)
-    return range(peak - 1, case.trace.tokens, peak - keep)
+    whole = call_of(case.parameters["schedule"])[1][2:] == ["true"]
+    return range(max(peak, whole * case.trace.prompt) - 1, case.trace.tokens, peak - keep)
 
 
 def same(ours: np.ndarray, theirs: np.ndarray | None) -> tuple[np.ndarray, Verdict]:

@@ -194,6 +194,11 @@ COMMON = [
     replace(LONG, more="window_at=question"),
     replace(LONG, budget="9", more="window_at=question"),
 ]
+# The prompt is cut at its end; or, if it is shorter than the peak, when the peak is reached.
+WHOLE_PROMPT = [
+    replace(setting, arguments={"threshold": arguments})
+    for setting, arguments in ((LONG, "(80,60,true)"), (SHORT, "(23,14,true)"), (SHORT, "(51,48,true)"))
+]
 BY_QUERY_HEAD = replace(SHORT, heads="query")
 
 
@@ -284,13 +289,21 @@ def test_an_order_of_scores_needs_scores(policy: str) -> None:
             id="-".join(
                 filter(
                     None,
-                    [setting.name, setting.budget, policy, schedule or "its own", setting.heads, setting.more],
+                    [
+                        setting.name,
+                        setting.budget,
+                        policy,
+                        (schedule or "its own") + setting.arguments["threshold"] * (setting in WHOLE_PROMPT),
+                        setting.heads,
+                        setting.more,
+                    ],
                 )
             ),
         )
-        for setting in (LONG, SHORT, GROWING, BY_QUERY_HEAD, *COMMON)
+        for setting in (LONG, SHORT, GROWING, BY_QUERY_HEAD, *COMMON, *WHOLE_PROMPT)
         for policy in setting.policies()
         for schedule in schedules_of(policy)
+        if setting not in WHOLE_PROMPT or schedule == "threshold"
         if not setting.budget.endswith("@seen") or schedule in ("every", "threshold", "online")
         if setting is not BY_QUERY_HEAD or schedule in SCHEDULES
         if setting.takes(policy, schedule)

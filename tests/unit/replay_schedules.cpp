@@ -221,7 +221,7 @@ TEST_F(Schedules, AQuestionAsLongAsTheBudgetIsRefused) {
 }
 
 TEST_F(Schedules, AThresholdCutsAlsoAfterThePrompt) {
-  plan.schedule = threshold(Amount::tokens(5), Amount::tokens(3));
+  plan.schedule = Threshold{.peak = Amount::tokens(5), .keep = Amount::tokens(3)}.schedule();
   const LayerSelection selection = run(1);
   // t=4: 0 2 4 of 0-4 | t=6: 2 4 6 of 0 2 4 5 6 | t=8: 2 4 6 of + 7 8 | t=10: 2 4 6 of + 9 10 | 11 stays.
   EXPECT_EQ(selection.evicted_at, (Numbers{6, 4, -1, 4, -1, 6, -1, 8, 8, 10, 10, -1}));
@@ -230,9 +230,10 @@ TEST_F(Schedules, AThresholdCutsAlsoAfterThePrompt) {
 }
 
 TEST_F(Schedules, ThresholdsMayBeFractionsOfThePrompt) {
-  EXPECT_EQ(threshold(Amount::fraction(0.5), Amount::fraction(0.25))->held(80), 20);
+  EXPECT_EQ((Threshold{.peak = Amount::fraction(0.5), .keep = Amount::fraction(0.25)}).schedule()->held(80), 20);
   const auto check = [](Amount peak, Amount keep, int prompt) {
-    return refusal([&] { threshold(peak, keep)->check({.policy = "sca", .tokens = prompt}); });
+    return refusal(
+        [&] { Threshold{.peak = peak, .keep = keep}.schedule()->check({.policy = "sca", .tokens = prompt}); });
   };
   EXPECT_EQ(check(Amount::tokens(8), Amount::fraction(0.5), 10), "accepted");
   EXPECT_EQ(check(Amount::tokens(2), Amount::tokens(4), 9),

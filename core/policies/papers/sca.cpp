@@ -26,7 +26,9 @@ std::string normal_schedule(std::string_view text) {
   if (name != "threshold")
     throw Error{Refusal::usage, "sca:schedule", "unknown value", "once, or threshold(PEAK,KEEP)", std::string(text)};
   const Parameters values = part->parameters();
-  return "threshold(" + values.find("peak")->text() + "," + values.find("keep")->text() + ")";
+  const bool whole_prompt = values.find("whole_prompt")->text() == "true";
+  return "threshold(" + values.find("peak")->text() + "," + values.find("keep")->text() +
+         (whole_prompt ? ",true)" : ")");
 }
 
 std::string normal_recent(std::string_view text) {

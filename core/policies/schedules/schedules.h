@@ -13,7 +13,13 @@ SchedulePtr after_every(int interval);
 
 /// Evicts down to `keep` tokens whenever `peak` are resident, also after the prompt. Fractions are those of a budget.
 /// Ignores the budget.
-SchedulePtr threshold(Amount peak, Amount keep);
+struct Threshold {
+  Amount peak = Amount::tokens(4000);
+  Amount keep = Amount::tokens(2000);
+  bool whole_prompt = false;  // the first eviction is not before the end of the prompt
+
+  SchedulePtr schedule() const;
+};
 
 /// Keeps the prompt, and evicts down to `keep` of the tokens after it after every `interval` of them. Ignores the
 /// budget.

@@ -1,6 +1,8 @@
 // Evicts down to `keep` tokens whenever `peak` are resident, also after the prompt. Ignores the budget.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "error.h"
 #include "policies/plan_part.h"
 #include "policies/schedules/held_tokens.h"
@@ -11,12 +13,12 @@ namespace {
 
 class ThresholdSchedule final : public CuttingSchedule {
  public:
-  ThresholdSchedule(Amount peak, Amount keep) : peak_(peak), keep_(keep) {}
+  explicit ThresholdSchedule(const Threshold& at) : at_(at) {}
 
   std::string name() const override { return "schedule=threshold"; }
   bool goes_on_after_prompt() const override { return true; }
   bool has_budget() const override { return false; }
-  int held(int prompt) const override { return keep_.of_prompt(prompt); }
+  int held(int prompt) const override { return at_.keep.of_prompt(prompt); }
   void check(const ScheduledPrompt& prompt) const override { tokens_of(prompt.tokens, prompt.policy); }
 
  private:
@@ -26,7 +28,7 @@ class ThresholdSchedule final : public CuttingSchedule {
   };
 
   PeakAndKeep tokens_of(int prompt, const std::string& who) const {
-    const PeakAndKeep found{peak_.of_prompt(prompt), keep_.of_prompt(prompt)};
+    const PeakAndKeep found{at_.peak.of_prompt(prompt), at_.keep.of_prompt(prompt)};
     if (found.keep < 1 || found.keep >= found.peak)
       throw Error{Refusal::usage, who, "threshold(peak,keep)", "1 <= keep < peak",
                   fmt::format("peak {}, keep {}", found.peak, found.keep)};
@@ -37,7 +39,8 @@ class ThresholdSchedule final : public CuttingSchedule {
     const LayerView& view = layer.view;
     const auto [peak, keep] = tokens_of(view.prompt(), layer.policy);
     HeldTokens tokens(layer);
-    for (int seen = peak; seen <= tokens.tokens(); seen += peak - keep) {
+    const int first = at_.whole_prompt ? std::max(peak, view.prompt()) : peak;
+    for (int seen = first; seen <= tokens.tokens(); seen += peak - keep) {
       layer.poll();
       tokens.append_and_cut(seen, keep, keep);
     }
@@ -46,29 +49,27 @@ class ThresholdSchedule final : public CuttingSchedule {
     return selection;
   }
 
-  Amount peak_, keep_;
+  Threshold at_;
 };
 
-struct ThresholdPart {
+struct ThresholdPart : Threshold {
   static constexpr PartKind kind = PartKind::schedule;
   static constexpr const char* name = "threshold";
   static constexpr const char* summary =
       "evicts down to `keep` tokens whenever `peak` are resident; ignores the budget";
 
-  Amount peak = Amount::tokens(4000);
-  Amount keep = Amount::tokens(2000);
-
   void parameters(Parameters& p) {
     p.add("peak", peak, "resident tokens that trigger an eviction", UpTo::any, "P");
     p.add("keep", keep, "resident tokens after an eviction", UpTo::any, "P");
+    p.add("whole_prompt", whole_prompt, "evicts no token before the end of the prompt");
   }
-  void fill(Plan& plan) const { plan.schedule = threshold(peak, keep); }
+  void fill(Plan& plan) const { plan.schedule = schedule(); }
 };
 
 const RegisteredPart<ThresholdPart> registered;
 
 }  // namespace
 
-SchedulePtr threshold(Amount peak, Amount keep) { return std::make_shared<ThresholdSchedule>(peak, keep); }
+SchedulePtr Threshold::schedule() const { return std::make_shared<ThresholdSchedule>(*this); }
 
 }  // namespace kvreplay
