@@ -306,9 +306,10 @@ class StagedValue {
 };
 
 /// The objects of a header that staging metadata may have.
+/// Engines have no passes that repeat the prompt.
 bool is_staged_object(const SchemaEntry& entry) {
-  return !entry.per_layer() && entry.object != "/@format" && entry.object != "/@version" &&
-         entry.object != "/@complete";
+  return !entry.per_layer() && !entry.object.starts_with("/reconstruction") && entry.object != "/@format" &&
+         entry.object != "/@version" && entry.object != "/@complete";
 }
 
 class Joined {
