@@ -305,8 +305,7 @@ class StagedValue {
   Shape shape_;  // {}: a scalar
 };
 
-/// The objects of a header that staging metadata may have.
-/// Engines have no passes that repeat the prompt.
+/// The objects of a header that staging metadata may have. Passes that repeat the prompt are not among them.
 bool is_staged_object(const SchemaEntry& entry) {
   return !entry.per_layer() && !entry.object.starts_with("/reconstruction") && entry.object != "/@format" &&
          entry.object != "/@version" && entry.object != "/@complete";

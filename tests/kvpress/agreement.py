@@ -30,8 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, captured: Callable[..., Non
     """With a trace, and the tables of some presses."""
     folder = tmp_path_factory.mktemp("kvpress")
     trace = folder / "trace.h5"
-    captured(trace, "--with-wo", "--reconstruct", "chunks")
-    captured(folder / "whole.h5", "--reconstruct", "whole")
+    captured(trace, "--with-wo")
     opened = kv.open(trace)
     write_tables(folder, opened.layers, opened.kv_heads, opened.head_dim)
     return folder
@@ -53,7 +52,7 @@ def replayed(folder: Path, case: Case, ratio: float, counts: np.ndarray, **optio
     text = case.policy.format(
         ratio=f"{ratio:g}", keep=f"{1 - ratio:g}", counts=",".join(f"{n:g}" for n in counts.mean(axis=1)), folder=folder
     )
-    run = kv.replay(folder / case.trace, text, int(counts.mean()), eval="last:1", progress=False, **options)
+    run = kv.replay(folder / "trace.h5", text, int(counts.mean()), eval="last:1", progress=False, **options)
     [cell] = run.cells.loc[~run.cells["policy"].isin(CONTROLS), "cell"]
     return run, cell
 

@@ -19,11 +19,10 @@ SKETCH = 48
 @dataclass(frozen=True)
 class Case:
     """A press at the ratio R, and its policy: `{ratio}` is R, `{keep}` is 1 - R, `{counts}` the press's tokens in each
-    layer, `{folder}` the folder of the tables; the trace with the passes that the press runs."""
+    layer, `{folder}` the folder of the tables."""
 
     press: str
     policy: str
-    trace: str = "trace.h5"
 
 
 SNAPKV = "snapkv:preset=kvpress"
@@ -62,12 +61,6 @@ CASES = (
     Case("FinchPress(R)", f"finch:heads=kv,blocks=1024,question=last,question_tokens={QUESTION}"),
     Case("KeyRerotationPress(SnapKVPress(R))", f"{SNAPKV},store=cache"),
     Case("KnormPress(R)", "knorm"),
-    Case("KVComposePress(compression_ratio=R)", "kvcompose", "whole.h5"),
-    Case("KVComposePress(compression_ratio=R, structured=False)", "kvcompose:allocate=ranked-global", "whole.h5"),
-    Case("KVComposePress(compression_ratio=R, agg_group='max')", "kvcompose:agg=max", "whole.h5"),
-    Case("KVzipPress(R)", "kvzip"),
-    Case("KVzipPress(R, n_sink=0)", "kvzip:sinks=0"),
-    Case("KVzipPress(R, layerwise=True)", "kvzip:allocate=ranked-layer"),
     # At these ratios every partition keeps as many: kvpress' equal ranks of partitions have no order.
     Case("LagKVPress(R, lag_size=194)", "lagkv:lag=194"),
     Case("LeverageScorePress(R)", f"leverage:sketch={SKETCH}"),
@@ -94,6 +87,7 @@ PRESS_TOKENS = 400  # at these ratios whole chunks
 THINK = Case("ThinKPress(R)", "think:recent=0,ratio={ratio}")
 
 WHILE_DECODING = "evicts during decoding, so its later keys are not those of the full cache"
+FURTHER_PASSES = "scores by queries of further passes over the prompt, which are not in a trace"
 
 NOT_COMPARED = {
     "BasePress": "abstract",
@@ -107,8 +101,10 @@ NOT_COMPARED = {
     "EntropyGatedChunkKVPress": "no policy implements its rule",
     "ExpectedAttentionStatsPress": "reads query statistics of another text, published for some models",
     "FastKVzipPress": "scores by a trained network",
+    "KVComposePress": FURTHER_PASSES,
     "KVgradPress": "scores by gradients of a further pass",
     "KVzapPress": "scores by a trained network",
+    "KVzipPress": FURTHER_PASSES,
     "LUKVPress": "reads budgets of heads from a curve that is published for one model",
     "MergingPress": "keeps the tokens of its inner press; no store merges values in this way",
     "PrefillDecodingPress": "runs one press on the prompt and another during decoding",

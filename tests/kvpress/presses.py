@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import transformers
 from cases import CASES, QUESTION, RATIOS, THINK
-from kvpress.presses import duo_attention_press, kvzip_press
+from kvpress.presses import duo_attention_press
 
 
 def exported() -> list[str]:
@@ -115,23 +115,6 @@ def kept_by(presses: dict[str, Any], model: Any, ids: torch.Tensor) -> tuple[dic
     return {name: np.stack(rows) for name, rows in kept.items()}, np.stack([keys[0].numpy() for keys, _ in everything])
 
 
-def kept_after_passes(press: Any, model: Any, ids: torch.Tensor, all_keys: np.ndarray) -> np.ndarray:
-    """What a press keeps that runs further passes over the prompt; `all_keys` [layers, KV heads, tokens, d]."""
-    cache = transformers.DynamicCache()
-    with torch.inference_mode(), press(model):
-        model.model(input_ids=ids, past_key_values=cache)
-    kept = np.zeros(all_keys.shape[:3], bool)
-    for number, layer in enumerate(model.model.layers):
-        for head, keys in enumerate(cache.layers[number].keys[0].numpy()):
-            places = {key.tobytes(): at for at, key in enumerate(all_keys[number, head])}
-            kept[number, head, [places[key.tobytes()] for key in keys if key.tobytes() in places]] = True
-        masked = layer.self_attn.masked_key_indices
-        if masked is not None:
-            kept[number, masked[1].numpy(), masked[2].numpy()] = False
-            layer.self_attn.masked_key_indices = None
-    return kept
-
-
 def main(model_file: Path, folder: Path) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -141,23 +124,13 @@ def main(model_file: Path, folder: Path) -> None:
         model_file.parent, gguf_file=model_file.name, dtype=torch.float32
     ).eval()
     with_tables(folder, ids)
-    # Without a template, as the trace: its tokens are those of the text alone.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_file.parent, gguf_file=model_file.name)
-    tokenizer.chat_template = None
-    kvzip_press.AutoTokenizer = MagicMock()
-    kvzip_press.AutoTokenizer.from_pretrained.return_value = tokenizer
     presses: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-    of_passes: dict[str, Any] = {}
     for case in (*CASES, THINK):
         for ratio in RATIOS:
             names = {**vars(kvpress), "FinchPress": FinchPress, "R": ratio}
-            press = eval(case.press, names)
-            runs_passes = isinstance(press, (kvpress.KVzipPress, kvpress.KVComposePress))
-            kind = of_passes if runs_passes else presses["Observed" in case.press]
-            kind[f"{case.press} {ratio}"] = press
+            presses["Observed" in case.press][f"{case.press} {ratio}"] = eval(case.press, names)
     model.set_attn_implementation("sdpa")
     found, keys = kept_by(presses[False], model, ids)
-    found |= {name: kept_after_passes(press, model, ids, keys) for name, press in of_passes.items()}
     model.set_attn_implementation("eager")  # which computes the attention weights that the others read
     found |= kept_by(presses[True], model, ids)[0]
     np.savez(folder / "kept.npz", keys=keys, **found)

@@ -13,11 +13,13 @@ from reference import chain
 import kvreplay as kv
 from kvreplay.program import program
 
-SHAPE = ["--layers", "2", "--prompt", "61", "--continuation", "5", "--query-heads", "4", "--kv-heads", "2"]
+SHAPE = ["--layers", "2", "--prompt", "61", "--continuation", "5", "--query-heads", "4"]
 
 
 def synthesised(path: Path, *options: str) -> kv.Trace:
-    words = [*program(), "synth", "gaussian", "-o", path, *SHAPE, "--dtype", "float32", "--reconstruct", "25", *options]
+    heads = [] if "--kv-heads" in options else ["--kv-heads", "2"]
+    shape = [*SHAPE, *heads, "--dtype", "float32", "--reconstruct", "25"]
+    words = [*program(), "synth", "gaussian", "-o", path, *shape, *options]
     subprocess.run(words, check=True, capture_output=True)
     return kv.Trace(path)
 
