@@ -121,7 +121,6 @@ TEST(Budget, OfACompressionRatio) {
 }
 
 TEST(ConfiguredPolicy, RefusesInOneLine) {
-  EXPECT_EQ(refusal_of_policy("cam-oneshot"), "cam-oneshot: unknown policy: did you mean cam-one-shot?");
   EXPECT_EQ(refusal_of_policy("snapvk"), "snapvk: unknown policy: did you mean snapkv?");
   EXPECT_EQ(refusal_of_policy("snapkv:windw=3"), "snapkv: unknown parameter windw: did you mean window?");
   EXPECT_EQ(refusal_of_policy("snapkv:protekt=3"), "snapkv: unknown parameter protekt: did you mean protect?");

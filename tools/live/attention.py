@@ -89,7 +89,7 @@ class Reads(Protocol):
         ...
 
     def every(self, tokens: int) -> Reads:
-        """The same with a budget of so many tokens, which are all."""
+        """The same with a budget of all tokens."""
         ...
 
 
