@@ -180,7 +180,7 @@ function drawLines(box, series, axis) {
     [...box.querySelectorAll("button")].find((button) => button.dataset.name === name).focus());
   box.append(make("p", { class: "axis" }, axis.y + (unit && ` (${unit})`)), drawing, legend);
   const free = series.filter((one) => one.free).map(({ label }) => named(policyOf.get(label)));
-  if (free.length) {
+  if (free.length && !axis.front) {
     box.append(make("p", { class: "quiet free" }, `Dash and dot: not at equal memory: ${free.join(", ")}.`));
   }
   markSelected();
