@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <span>
+#include <utility>
 
 #include "edit_distance.h"
 #include "nearest.h"
@@ -15,9 +16,12 @@ std::string nearest_listed(std::string_view name, std::vector<std::string> known
   constexpr std::size_t many = 12, shown = 3;
   std::string text = nearest(name, known);
   if (known.size() <= many || text.starts_with(suggestion)) return text;
-  std::ranges::stable_sort(known, {}, [name](const std::string& one) { return edit_distance(name, one); });
-  return fmt::format("one of {} names, such as {} (see {})", known.size(),
-                     fmt::join(std::span(known).first(shown), ", "), command);
+  std::vector<std::pair<std::size_t, std::size_t>> by_distance;  // of equally near names the first
+  for (std::size_t i = 0; i < known.size(); ++i) by_distance.emplace_back(edit_distance(name, known[i]), i);
+  std::ranges::sort(by_distance);
+  std::vector<std::string> nearest_names;
+  for (const auto& [distance, i] : std::span(by_distance).first(shown)) nearest_names.push_back(known[i]);
+  return fmt::format("one of {} names, such as {} (see {})", known.size(), fmt::join(nearest_names, ", "), command);
 }
 
 }  // namespace kvreplay

@@ -128,7 +128,7 @@ void add_piece(StagedLayers& layers, const SafetensorsFile& file, const SafeTens
 
 /// Pieces by their first rows, all of one type and of one shape but for the rows.
 void sort_pieces(Staged& staged) {
-  std::ranges::stable_sort(staged.pieces, {}, &Piece::begin);
+  std::ranges::sort(staged.pieces, {}, [](const Piece& piece) { return std::pair(piece.begin, piece.where()); });
   for (const Piece& piece : staged.pieces) {
     Shape expected = staged.first_shape();
     expected[staged.row_axis()] = staged.rows(piece);

@@ -149,12 +149,12 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         f"{REPLAY} -p zzzzzzzz -b 0.5",
-        f"zzzzzzzz: unknown policy: expected {POLICIES}ada-kv, caote, cap-kv {LISTED}, found zzzzzzzz",
+        f"zzzzzzzz: unknown policy: expected {POLICIES}kvzip, ada-kv, cam {LISTED}, found zzzzzzzz",
     ),
     (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", '--policy: empty list element: found "h2o,,full"'),
     (USAGE, f"{REPLAY} -p h2o, -b 0.5", '--policy: empty list element: found "h2o,"'),
     (USAGE, f"{REPLAY} -p snapkv: -b 0.5", 'snapkv: empty list element: found ""'),
-    (USAGE, f"{REPLAY} -p : -b 0.5", f"policy: no name: expected {POLICIES}pq, cur, dms {LISTED}"),
+    (USAGE, f"{REPLAY} -p : -b 0.5", f"policy: no name: expected {POLICIES}pq, cam, cur {LISTED}"),
     (
         USAGE,
         f"{REPLAY} -p window=3 -b 0.5",
@@ -252,8 +252,8 @@ LINES: list[tuple[int, str, str]] = [
     ),
     (
         USAGE,
-        f"{REPLAY} -p random:schedule=threshold(8,4,2) -b 0.5",
-        "threshold: too many values: expected at most 2, found threshold(8,4,2)",
+        f"{REPLAY} -p random:schedule=threshold(8,4,true,2) -b 0.5",
+        "threshold: too many values: expected at most 3, found threshold(8,4,true,2)",
     ),
     (
         USAGE,

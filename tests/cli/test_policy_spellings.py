@@ -48,7 +48,7 @@ def test_a_misspelt_policy_names_the_nearest(tmp_path: Path) -> None:
     "words, kind, first, place",
     [
         (["policies", "PyramidKVPres"], "policy", "pyramid-infer, pyramid-kv", "kvreplay policies"),
-        (["policies", "KVzipPress"], "policy", "", "kvreplay policies"),
+        (["policies", "PerLayerCompressionPress"], "policy", "", "kvreplay policies"),
         (["metrics", "bandwidth"], "metric", "", "kvreplay metrics"),
         (["corpus"], "command", "compare", "kvreplay help"),
         (["replay", "--granularity"], "option", "", "kvreplay replay --help"),

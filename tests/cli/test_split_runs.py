@@ -39,6 +39,7 @@ def same(folder: Path, one: str, other: str) -> bool:
 @pytest.mark.parametrize(("kind", "scale"), LOGITS)
 def test_runs_split_by_policy_merge_to_the_bits_of_the_whole(kind: str, scale: int, tmp_path: Path) -> None:
     shape = ["--layers", "2", "--prompt", "90", "--continuation", "12", "--head-dim", "16", "--query-heads", "4"]
+    shape += ["--reconstruct", "20"]
     done("synth", kind, "-o", "t.h5", *shape, folder=tmp_path)
     with h5py.File(tmp_path / "t.h5", "r+") as trace:
         trace["model"].attrs["softmax_scale"] *= scale

@@ -29,6 +29,7 @@ LARGE = {
 }
 REPLAY = "none.h5 -p snapkv -b 0.1"
 MISSING_FILES = {
+    "kvreplay-calibrate": ["q-filters none.h5 -o filters"],
     "kvreplay-capture": ["--model none.gguf --prompt x -o t.h5", "--model ./none --prompt x -o t.h5"],
     "kvreplay-check": ["none kept.npz -p snapkv -b 0.1", "trace.h5 none.npz -p snapkv -b 0.1"],
     "kvreplay-compare": ["none --baseline h2o"],
@@ -55,7 +56,7 @@ UNKNOWN_NAMES = {
     "kvreplay-live run --model x -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-live run --model x --trace fixtur": "--trace: unknown trace fixtur: did you mean fixture?",
     "kvreplay-plot curve run --metric recal": "--metric: unknown metric recal: did you mean attention_recall?",
-    "kvreplay-plot curve run --metric skill": "--metric: unknown metric: expected one of attention_",
+    "kvreplay-plot curve run --metric skill": "--metric: unknown metric: expected one of 27 names, such as ",
     "kvreplay-plot curve run -p snapkv:window=99": "-p: unknown policy: expected one of full, h2o, ",
     "kvreplay-plot kept run --trace fixtur": "--trace: unknown trace fixtur: did you mean fixture?",
     "kvreplay-report run -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",

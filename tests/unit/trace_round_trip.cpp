@@ -179,7 +179,7 @@ TEST_F(RoundTrip, HeaderValues) {
   for (const std::vector<SchemaEntry>* entries : {&schema().attributes, &schema().datasets})
     for (const SchemaEntry& entry : *entries) {
       if (entry.per_layer() || entry.object == "/model@value_is_key") continue;  // not beside value_dim
-      if (entry.object.starts_with("/reconstruction")) continue;  // has tensors: reconstruction.cpp
+      if (entry.object.starts_with("/reconstruction")) continue;                 // has tensors: reconstruction.cpp
       const auto before = header_value(header, entry), after = header_value(trace.header(), entry);
       ASSERT_TRUE(before && after) << entry.object;
       ++values;

@@ -51,11 +51,8 @@ std::vector<std::vector<ProfiledPiece>> by_thread(const Profile& profile) {
     if (thread >= threads.size()) threads.resize(thread + 1);
     threads[thread].push_back(std::move(piece));
   }
-  // Pieces end in the order in which they are recorded: of two with the same begin, the later one contains the other.
-  for (std::vector<ProfiledPiece>& pieces : threads) {
-    std::ranges::reverse(pieces);
-    std::ranges::stable_sort(pieces, {}, &ProfiledPiece::begin);
-  }
+  for (std::vector<ProfiledPiece>& pieces : threads)
+    std::ranges::sort(pieces, {}, [](const ProfiledPiece& piece) { return std::pair(piece.begin, -piece.end); });
   return threads;
 }
 
@@ -128,7 +125,8 @@ void print_profile(const Profile& profile, double peak) {
     rows.push_back(row(title(work), all, wall, peak));
     if (work == Work::layer || names.size() == 1) continue;
     std::vector<std::pair<std::string, Sum>> sorted(names.begin(), names.end());
-    std::ranges::stable_sort(sorted, std::greater(), [](const auto& of_name) { return of_name.second.seconds; });
+    std::ranges::sort(sorted, {},
+                      [](const auto& of_name) { return std::pair(-of_name.second.seconds, of_name.first); });
     for (const auto& [name, sum] : sorted)
       if (sum.seconds >= 0.002 * wall) rows.push_back(row("  " + name, sum, wall, peak));
   }
