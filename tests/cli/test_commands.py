@@ -347,7 +347,7 @@ def test_parts_that_do_not_fit_are_refused(traces: Path, tmp_path: Path) -> None
     assert all(part in not_with[other] for part, others in not_with.items() for other in others)
     assert "schedule=every" in not_with["allocate=ada"] and not_with["select=top-k"] == []
     words = ("replay", traces / "fixture.h5", "-b", "6", "--dry-run", "-p")
-    for part, other in (("allocate=ada", "schedule=every"), ("store=cache", "schedule=online")):
+    for part, other in (("allocate=ada", "schedule=every"), ("store=q8_0", "schedule=online")):
         assert other in not_with[part]
         assert kvreplay(*words, f"snapkv:{part},{other}", folder=tmp_path).code == 2
     assert kvreplay(*words, "snapkv:allocate=ada,select=chunks", folder=tmp_path).code == 0
