@@ -258,7 +258,7 @@ def with_store(case: Case, base: Selection) -> Selection:
 DEFAULTS = {
     "quantised": {"bits": "2", "group": "32", "residual": "128"},
     "fewer-channels": {"window": "32", "ratio": "0.4", "recent": "32"},
-    "merged-values": {"merge": "32", "mode": "expected", "seed": "0"},
+    "merged-values": {"merge": "32", "mode": "expected", "attention": "cumulative", "mean": "receivers", "seed": "0"},
     "turboquant": {"bits": "3"},
     "uniform": {"bits": "4"},
 }
