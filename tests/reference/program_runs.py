@@ -519,6 +519,8 @@ def has_what_it_takes(content: random_traces.Content, text: str, budget: str) ->
     rotated = {"expected-attention", "leverage", "compactor", "cap-kv", "tri-attention"}
     if {policy.name, based} & rotated and not content.rope:
         return False
+    if policy.name == "cam" and parameters["positions"] == "cache" and not content.rope:
+        return False
     if policy.name == "double-sparsity" and parameters["channels"] != "qk" and not content.rope:
         return False
     if policy.name == "laprox" and content.wo is None:
