@@ -344,7 +344,7 @@ AHEAD_POLICIES = [
     "double-sparsity:group_factor=2",
     "double-sparsity:group_factor=4,label_bits=16,sinks=1,local=1,share=kv-head",
     "double-sparsity:group_factor=2,label_bits=3,channels=q",
-    "page-means:page=4,least_pages=2",
+    "page-means:page=2,least_pages=2",
     "page-means:page=3,least_pages=1,dense_layers=1",
     "lsh:bits=3,tables=4,sinks=2,local=3,seed=1",
     "pq:init_offset=2,sinks=2,local=2",
