@@ -153,7 +153,7 @@ std::vector<Comparison> CellMeasurement::general_comparison(const LayerView& vie
                                        cell.positions, queries, of_.prompt(), sets, outputs);
 }
 
-/// Query by query, since each reads a layer of its own.
+/// Compares query by query, because the stored values differ between queries.
 std::vector<Comparison> CellMeasurement::evolving_comparison(const LayerView& view, const Measured& cell,
                                                              std::span<const std::int32_t> queries, KeptSets sets,
                                                              OutputVectors* outputs) const {

@@ -106,8 +106,8 @@ void check_policy(const Trace& trace, const Conditions& conditions, const Config
                   double of_seen = 0);
 
 /// Bytes that keys and values of a number of tokens take in every row of every treated layer, as the policy stores
-/// them: what a budget of so many tokens takes. Throws Error{usage} for a policy with a budget whose store has no such
-/// number.
+/// them: what a budget of this number of tokens takes. Throws Error{usage} for a policy with a budget whose store has
+/// no such number.
 BytesOfTokens bytes_of_tokens(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
 /// Whether the policy would choose, but sinks and recent tokens take all that it may hold.

@@ -1,7 +1,9 @@
 #include "replay/stored_cells.h"
 
 #include <algorithm>
+#include <memory>
 #include <optional>
+#include <vector>
 
 #include "attention/rope.h"
 #include "float_types.h"
@@ -44,12 +46,13 @@ LayerReads with_eval_sets(LayerReads reads, const LayerView& view) {
   const std::size_t set_bytes =
       static_cast<std::size_t>(view.query_heads()) * static_cast<std::size_t>(view.prompt()) / 8;
   if (!reads.at || queries.size() * set_bytes > most_bytes) return reads;
-  std::vector<KeptSet> sets(queries.size());
-  view.on_threads(queries.size(), [&](std::size_t i) { sets[i] = reads.at(queries[i]); });
-  return {[queries, sets = std::move(sets), at = std::move(reads.at)](int query) {
+  const auto sets = std::make_shared<std::vector<KeptSet>>(queries.size());  // shared by copies of the selection
+  view.on_threads(queries.size(), [&](std::size_t i) { (*sets)[i] = reads.at(queries[i]); });
+  return {[queries, sets, at = std::move(reads.at)](int query) {
             const auto found = std::ranges::lower_bound(queries, query);
-            return found != queries.end() && *found == query ? sets[static_cast<std::size_t>(found - queries.begin())]
-                                                             : at(query);
+            return found != queries.end() && *found == query
+                       ? (*sets)[static_cast<std::size_t>(found - queries.begin())]
+                       : at(query);
           },
           reads.bytes};
 }

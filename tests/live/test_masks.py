@@ -215,7 +215,7 @@ def share_read(z: np.ndarray, t: int, sinks: int, local: int, p: float) -> np.nd
 
 
 def queries_of(q: np.ndarray, first: int, tokens: int, layer: Layer) -> Queries:
-    """Behind a prompt of so many tokens, which they all see."""
+    """Masks of the queries after a prompt of this length, all of which they see."""
     seen = torch.ones(*q.shape[:3], tokens, dtype=torch.bool)
     return Queries(torch.from_numpy(q), torch.arange(first, first + q.shape[2]), seen, layer)
 

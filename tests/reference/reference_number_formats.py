@@ -291,7 +291,7 @@ def stored_bytes(
 def vectors_bytes(
     heads: int, vectors: int, d: int, name: str, scale: str = "tensor", bits: int = 3, form: str = "mse"
 ) -> int:
-    """Of so many vectors of all heads together."""
+    """Bytes of a number of vectors, all heads together."""
     if name.startswith("fp8"):
         return vectors * d + {"tensor": 4, "one": 4, "head": 4 * heads, "token": 4 * vectors}[scale]
     if name == "turboquant":

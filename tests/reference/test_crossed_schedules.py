@@ -462,7 +462,7 @@ def test_stores_are_refused(policy: str) -> None:
 
 
 def bytes_of(policy: str, tokens: int) -> float:
-    """Of a policy that keeps so many tokens in each head."""
+    """Bytes of a policy that keeps this number of tokens in each head."""
     trace = trace_of(WIDE.name)
     total = kv_bytes(trace, select(trace, Policy.parse(policy), str(tokens)))["kv_bytes", ""].all
     assert total is not None

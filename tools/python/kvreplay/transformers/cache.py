@@ -60,8 +60,8 @@ class ReplayLayer(DynamicLayer):
         layer = Layer(0.0, 0.0, 0, self.keys[0], self.values[0])
         leaves = leaves.to(self.keys.device).expand(len(self.positions), -1)
         is_padding = self.positions == NEVER
-        stays = leaves.gather(-1, self.positions.masked_fill(is_padding, 0)) >= self.read
-        held = kept_tokens(layer, stays & ~is_padding)  # whose tokens are numbers of slots
+        is_kept = leaves.gather(-1, self.positions.masked_fill(is_padding, 0)) >= self.read
+        held = kept_tokens(layer, is_kept & ~is_padding)  # `tokens` are slots
         slots = held.tokens.masked_fill(held.tokens == NEVER, 0)
         positions = self.positions.gather(-1, slots).masked_fill(held.tokens == NEVER, NEVER)
         self.replace(Held(held.k, held.v, positions, positions))
