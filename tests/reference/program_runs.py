@@ -277,6 +277,7 @@ FURTHER_POLICIES = [
     "cam",
     "cam:sinks=2,merge=3,mode=sampled,seed=5",
     "cam:preset=generate",
+    "cam:merge=2,mean=later,schedule=rolling",
     "cam-one-shot",
     "cam-one-shot:merge=2,recent=2,schedule=every(7)",
     "cam-one-shot:merge=2,recent=2",
@@ -343,7 +344,7 @@ AHEAD_POLICIES = [
     "double-sparsity:group_factor=2",
     "double-sparsity:group_factor=4,label_bits=16,sinks=1,local=1,share=kv-head",
     "double-sparsity:group_factor=2,label_bits=3,channels=q",
-    "page-means:page=2,least_pages=2",
+    "page-means:page=4,least_pages=2",
     "page-means:page=3,least_pages=1,dense_layers=1",
     "lsh:bits=3,tables=4,sinks=2,local=3,seed=1",
     "pq:init_offset=2,sinks=2,local=2",
@@ -517,8 +518,6 @@ def has_what_it_takes(content: random_traces.Content, text: str, budget: str) ->
     based = parameters.get("base", "").partition(":")[0]
     rotated = {"expected-attention", "leverage", "compactor", "cap-kv", "tri-attention"}
     if {policy.name, based} & rotated and not content.rope:
-        return False
-    if policy.name == "oracle-top-p" and prompt == 1:  # undefined in the program where a query reads all, 1 here
         return False
     if policy.name == "cam" and parameters["positions"] == "cache" and not content.rope:
         return False

@@ -170,10 +170,10 @@ def attention_metrics(trace: Trace, selection: Selection, choice: str) -> dict[t
     return measured
 
 
-def is_static(trace: Trace, selection: Selection, index: int, queries: np.ndarray) -> bool:
-    """Whether all queries see the same set of the prompt's tokens in a treated layer."""
+def is_static(selection: Selection, index: int) -> bool:
+    """Whether the policy gives all queries the same set of the prompt's tokens in a treated layer."""
     if selection.read is not None:
-        return bool((selection.read(index, queries) == logits(trace, trace.treated[index], queries)[1]).all())
+        return index < selection.dense_layers
     return selection.evicted_at is None and selection.seen is None
 
 
@@ -182,7 +182,7 @@ def recall_of_unprotected(trace: Trace, selection: Selection, choice: str) -> di
     queries = np.array(eval_queries(trace, choice))
     heads = np.full((len(trace.treated), trace.query_heads), np.nan)
     for index, layer in enumerate(trace.treated):
-        if not is_static(trace, selection, index, queries):
+        if not is_static(selection, index):
             continue
         received = attention(trace, layer, queries)[..., : trace.prompt].copy()
         received[:, np.arange(trace.prompt) == queries[:, None]] = 0
@@ -202,7 +202,7 @@ def recall_of_best_sets(trace: Trace, selection: Selection, choice: str) -> dict
     queries, best = np.array(eval_queries(trace, choice)), best_sets(trace, selection, choice)
     heads = np.full((len(trace.treated), trace.query_heads), np.nan)
     for index, layer in enumerate(trace.treated):
-        if is_static(trace, selection, index, queries):
+        if is_static(selection, index):
             shares = attention(trace, layer, queries) * residents(trace, best, index, queries)
             heads[index] = shares.sum(axis=2).mean(axis=1)
     return {("attention_recall", "oracle"): averaged(heads)}

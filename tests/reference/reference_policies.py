@@ -191,7 +191,12 @@ def everything(case: Case, policy: Policy) -> Selection:
     asked = POLICIES[policy.name](dataclasses.replace(case, literal=str(case.trace.prompt), follow=None))
     whole = dataclasses.replace(case, parameters={"heads": asked.heads})
     selection = uniform(whole, lambda layer, row: every, every[:0])
-    return dataclasses.replace(selection, protected=asked.protected, layer_heads=asked.layer_heads, stored=asked.stored)
+
+    def exact(layer: int) -> tuple[np.ndarray, np.ndarray]:
+        return case.trace.layers[layer].k, case.trace.layers[layer].v
+
+    stored = exact if asked.evolving else asked.stored  # only evictions would have changed it
+    return dataclasses.replace(selection, protected=asked.protected, layer_heads=asked.layer_heads, stored=stored)
 
 
 def hybrid(case: Case) -> Selection:

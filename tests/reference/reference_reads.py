@@ -40,9 +40,11 @@ def reading(
     rule: Callable[[int], Rule],
     index_bits: int = 0,
     weight: Callable[[int, np.ndarray], np.ndarray] | None = None,
+    has_budget: bool = True,
 ) -> Selection:
     """The whole cache, read by the rule of each stored layer; the index of a layer has `index_bits`."""
     trace, dense = case.trace, case.number("dense_layers")
+    unread = len(trace.treated) if has_budget and case.budget >= trace.prompt else dense
 
     @functools.cache
     def rule_of(index: int) -> Rule:
@@ -62,7 +64,8 @@ def reading(
         index = 0 if trace.treated.index(layer) < dense else index_bits / 8
         return 2 * trace.kv_heads * trace.dimension * trace.number_bytes * trace.prompt + index
 
-    return case.selection(everything_kept(case), NOTHING, [], read=read, weight=weight, stored_bytes=stored_bytes)
+    others = {"read": read, "dense_layers": unread, "weight": weight, "stored_bytes": stored_bytes}
+    return case.selection(everything_kept(case), NOTHING, [], **others)
 
 
 def always_read(case: Case, t: int, budget: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +128,7 @@ def oracle_top_p(case: Case) -> Selection:
 
         return chosen
 
-    return reading(case, rule)
+    return reading(case, rule, has_budget=False)
 
 
 # ----------------------------------------------------------------------------------------------------- double sparsity
@@ -246,7 +249,7 @@ def lsh(case: Case) -> Selection:
                 factors[head, e, others] = 1 / (probabilities(layer, head, q)[1][others] + 1e-6)
         return factors
 
-    return reading(case, rule, trace.kv_heads * trace.prompt * tables * bits, weight)
+    return reading(case, rule, trace.kv_heads * trace.prompt * tables * bits, weight, has_budget=False)
 
 
 def lifted_keys(keys: np.ndarray) -> np.ndarray:

@@ -87,6 +87,7 @@ class Selection:
     evicted_at: np.ndarray | None = None  # [L,H,T]: the query that saw the token last, -1: never evicted
     seen: Callable[[np.ndarray], np.ndarray] | None = None  # query positions [E] to the tokens that they see, [E,T]
     read: Callable[[int, np.ndarray], np.ndarray] | None = None  # treated layer, [E] to what query heads read [Hq,E,T]
+    dense_layers: int = 0  # first treated layers in which all queries read everything, whatever `read` is
     weight: Callable[[int, np.ndarray], np.ndarray] | None = None  # the same to factors of e^z [Hq,E,T], by default 1
     moved: bool = False  # residents sit at their slots, by ascending position unless `order` says otherwise
     order: list[list[np.ndarray]] | None = None  # kept prompt positions by slot

@@ -375,4 +375,6 @@ def quest(case: Case) -> Selection:
         bounds = 0 if trace.treated.index(layer) < dense else n_pages
         return float(2 * trace.kv_heads * trace.dimension * trace.number_bytes * (prompt + bounds))
 
-    return case.selection(everything_kept(case), NOTHING, [], read=read, stored_bytes=stored_bytes)
+    unread = len(trace.treated) if case.budget >= prompt else dense
+    others = {"read": read, "dense_layers": unread, "stored_bytes": stored_bytes}
+    return case.selection(everything_kept(case), NOTHING, [], **others)
