@@ -10,6 +10,7 @@
 #include "attention/softmax_keys.h"
 #include "cuda/attention_operands.h"
 #include "cuda/device_call.h"
+#include "float_types.h"
 
 namespace kvreplay {
 namespace {
@@ -56,20 +57,59 @@ void copy_heads(std::span<const Number> from, std::size_t count, Number* to, std
   for (; !from.empty(); from = from.subspan(count), to += stride) std::copy_n(from.data(), count, to);
 }
 
+ComparedSet room_for(const LayerTensors& layer, std::size_t queries, bool vectors) {
+  ComparedSet room;
+  room.comparisons.resize(static_cast<std::size_t>(layer.q.heads) * queries);
+  if (vectors) room.outputs.full.assign(room.comparisons.size() * static_cast<std::size_t>(layer.v.dim), 0.0F);
+  room.outputs.errors = room.outputs.full;
+  return room;
+}
+
 }  // namespace
 
-std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
-                                                       Positions positions, std::span<const std::int32_t> queries,
-                                                       int boundary, KeptSets kept, OutputVectors* outputs) {
+std::vector<ComparedSet> CudaBackend::compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
+                                                   std::span<const std::int32_t> queries, int boundary, bool vectors) {
+  std::vector<ComparedSet> compared;
+  for (const ChangedSet& set : sets)
+    compared.push_back(set.values != nullptr ? compare_evolving_set(layer, set, queries, boundary, vectors)
+                                             : compare_set(layer, set, queries, boundary, vectors));
+  return compared;
+}
+
+ComparedSet CudaBackend::compare_evolving_set(const LayerTensors& layer, const ChangedSet& set,
+                                              std::span<const std::int32_t> queries, int boundary, bool vectors) {
+  const std::size_t count = queries.size(), dim = static_cast<std::size_t>(layer.v.dim);
+  ComparedSet compared = room_for(layer, count, vectors);
+  std::vector<EvolvingValues::Reader> readers;
+  for (int head = 0; head < layer.k.heads; ++head) readers.push_back(set.values->of_head(head));
+  std::vector<float> values;  // [Hkv, T, d]
+  for (std::size_t i = 0; i < count; ++i) {
+    values.clear();
+    for (const EvolvingValues::Reader& before : readers) {
+      const std::span<const float> of_head = before(queries[i]);
+      values.insert(values.end(), of_head.begin(), of_head.end());
+    }
+    LayerTensors stored = set.stored;
+    stored.v = view_of(values, layer.v);
+    const ComparedSet one =
+        compare_set(layer, {stored, set.positions, set.kept.size() == 1 ? set.kept : set.kept.subspan(i, 1)},
+                    queries.subspan(i, 1), boundary, vectors);
+    copy_heads<Comparison>(one.comparisons, 1, compared.comparisons.data() + i, count);
+    if (!vectors) continue;
+    copy_heads<float>(one.outputs.full, dim, compared.outputs.full.data() + i * dim, count * dim);
+    copy_heads<float>(one.outputs.errors, dim, compared.outputs.errors.data() + i * dim, count * dim);
+  }
+  return compared;
+}
+
+ComparedSet CudaBackend::compare_set(const LayerTensors& layer, const ChangedSet& set,
+                                     std::span<const std::int32_t> queries, int boundary, bool vectors) {
+  const auto& [stored, positions, kept, values_of_queries] = set;
   assert(kept.size() == 1 || kept.size() == queries.size());
   const auto query_count = queries.size();
   const int group = layer.group();
-  std::vector<Comparison> result(static_cast<std::size_t>(layer.q.heads) * query_count);
   const auto dim = static_cast<std::size_t>(layer.v.dim);
-  if (outputs != nullptr) {
-    outputs->full.assign(result.size() * dim, 0.0F);
-    outputs->errors = outputs->full;
-  }
+  ComparedSet result = room_for(layer, query_count, vectors);
   if (queries.empty()) return result;
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
 
@@ -87,7 +127,7 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
                                   static_cast<std::size_t>(padded_depth(layer.q.dim)) * size_of(layer.q.dtype);
   const int heads_at_once = static_cast<int>(
       std::clamp<std::size_t>(memory_.limit() / 4 / of_head, 1, static_cast<std::size_t>(layer.k.heads)));
-  const auto vectors = [&](const TensorView& tensor, const DeviceTensors::Lease& lease) {
+  const auto operands = [&](const TensorView& tensor, const DeviceTensors::Lease& lease) {
     return StoredVectors{call.copy(lease.heads()), tensor.dtype, padded_depth(tensor.dim), tensor.dim};
   };
 
@@ -101,9 +141,9 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
     const DeviceTensors::Lease keys = lease(layer.k), values = lease(layer.v);
     const DeviceTensors::Lease stored_keys = same_keys ? DeviceTensors::Lease() : lease(stored.k);
     const DeviceTensors::Lease stored_values = same_values ? DeviceTensors::Lease() : lease(stored.v);
-    ComparisonTask task{.queries = vectors(layer.q, of_queries),
-                        .keys = vectors(layer.k, keys),
-                        .values = vectors(layer.v, values),
+    ComparisonTask task{.queries = operands(layer.q, of_queries),
+                        .keys = operands(layer.k, keys),
+                        .values = operands(layer.v, values),
                         .kv_heads = heads,
                         .group = group,
                         .first_head = first * group,
@@ -116,8 +156,8 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
                         .scale = static_cast<double>(layer.softmax_scale),
                         .cap = static_cast<double>(layer.logit_softcap),
                         .sink_logits = sink_logits == nullptr ? nullptr : sink_logits + first * group};
-    task.stored_keys = same_keys ? task.keys : vectors(stored.k, stored_keys);
-    task.stored_values = same_values ? task.values : vectors(stored.v, stored_values);
+    task.stored_keys = same_keys ? task.keys : operands(stored.k, stored_keys);
+    task.stored_values = same_values ? task.values : operands(stored.v, stored_values);
 
     // A query's logits of full and stored keys.
     const std::size_t of_query =
@@ -143,19 +183,19 @@ std::vector<Comparison> CudaBackend::compare_attention(const LayerTensors& layer
           resident_keys(some, kept.size() == 1 ? kept : kept.subspan(begin, count), group, layer.q.heads, task.end_key);
       const std::size_t rows = static_cast<std::size_t>(heads * group) * count;
       Comparison* made = some.room<Comparison>(rows);
-      float* made_vectors = outputs == nullptr ? nullptr : some.room<float>(2 * rows * dim);
+      float* made_vectors = !vectors ? nullptr : some.room<float>(2 * rows * dim);
       compare(task, some.room<double>(comparison_panel(task)), some.room<double>(comparison_panel(task)),
               some.room<double>(comparison_outputs(task)), made, made_vectors, some.stream());
       std::vector<Comparison> found(rows);
       some.fetch(static_cast<const Comparison*>(made), std::span(found));
-      std::vector<float> found_vectors(outputs == nullptr ? 0 : 2 * rows * dim);
+      std::vector<float> found_vectors(!vectors ? 0 : 2 * rows * dim);
       some.fetch(static_cast<const float*>(made_vectors), std::span(found_vectors));
       const std::size_t cell = static_cast<std::size_t>(first * group) * query_count + begin;
-      copy_heads<Comparison>(found, count, result.data() + cell, query_count);
-      if (outputs == nullptr) continue;
+      copy_heads<Comparison>(found, count, result.comparisons.data() + cell, query_count);
+      if (!vectors) continue;
       const std::span<const float> both(found_vectors);
-      copy_heads(both.first(rows * dim), count * dim, outputs->full.data() + cell * dim, query_count * dim);
-      copy_heads(both.subspan(rows * dim), count * dim, outputs->errors.data() + cell * dim, query_count * dim);
+      copy_heads(both.first(rows * dim), count * dim, result.outputs.full.data() + cell * dim, query_count * dim);
+      copy_heads(both.subspan(rows * dim), count * dim, result.outputs.errors.data() + cell * dim, query_count * dim);
     }
   }
   return result;

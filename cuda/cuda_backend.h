@@ -30,9 +30,8 @@ class CudaBackend final : public Backend {
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                            std::span<const KeptSets> kept, MomentParts parts) override;
-  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
-                                            std::span<const std::int32_t> queries, int boundary, KeptSets kept,
-                                            OutputVectors* outputs) override;
+  std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
+                                        std::span<const std::int32_t> queries, int boundary, bool vectors) override;
   std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override;
   std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override;
   Matrix norms(const TensorView& tensor, int tokens, double p) override;
@@ -43,6 +42,12 @@ class CudaBackend final : public Backend {
 
  private:
   friend class DeviceCall;
+
+  ComparedSet compare_set(const LayerTensors& layer, const ChangedSet& set, std::span<const std::int32_t> queries,
+                          int boundary, bool vectors);
+  /// Query by query, because each reads other values.
+  ComparedSet compare_evolving_set(const LayerTensors& layer, const ChangedSet& set,
+                                   std::span<const std::int32_t> queries, int boundary, bool vectors);
 
   /// Whether least_redundant runs on the device; what it then needs of the machine's own memory.
   bool redundancy_fits(const LayerTensors& layer, int tokens, bool keys, bool values) const;

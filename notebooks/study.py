@@ -70,7 +70,8 @@ def in_one_layer(layer: int) -> str:
 # Equal bytes: keys and values in these formats without eviction, these policies in 16 bits, and both together.
 FORMATS = (
     "q8_0", "fp8_e4m3(scale=head)", "fp8_e5m2(scale=head)", "kv(q8_0,q4_0)", "kv(q4_0,q8_0)", "q5_1", "q5_0", "q4_1",
-    "q4_0", "q4_0(hadamard=true)", "nvfp4", "mxfp4", "quantised(bits=4,residual=0)", "quantised(bits=2,residual=0)",
+    "q4_0", "q4_0(hadamard=true)", "uniform(bits=4)", "int4_per_token_head", "nvfp4", "mxfp4",
+    "quantised(bits=4,residual=0)", "quantised(bits=2,residual=0)",
     *(f"turboquant(bits={bits})" for bits in (4, 3, 2)), "turboquant(bits=4,form=product)",
     "turboquant(bits=3,form=product)",
 )  # fmt: skip

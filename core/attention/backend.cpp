@@ -1,6 +1,17 @@
 #include "attention/backend.h"
 
+#include <utility>
+
 namespace kvreplay {
+
+std::vector<Comparison> Backend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
+                                                   Positions positions, std::span<const std::int32_t> queries,
+                                                   int boundary, KeptSets kept, OutputVectors* outputs) {
+  const ChangedSet set{stored, positions, kept};
+  std::vector<ComparedSet> compared = compare_sets(layer, std::span(&set, 1), queries, boundary, outputs != nullptr);
+  if (outputs != nullptr) *outputs = std::move(compared.front().outputs);
+  return std::move(compared.front().comparisons);
+}
 
 Registry<BackendCard>& backends() {
   static Registry<BackendCard> registry("backend");

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -127,6 +128,30 @@ struct Comparison {
   double error_square = 0;        // ‖o − õ‖²
 };
 
+/// Values that differ between queries.
+class EvolvingValues {
+ public:
+  virtual ~EvolvingValues() = default;
+  /// [T, d] the values that a query reads, until the next call. Queries ascend from call to call.
+  using Reader = std::function<std::span<const float>(int query)>;
+  /// Of one KV head. Readers can be used side by side.
+  virtual Reader of_head(int kv_head) const = 0;
+};
+
+/// A kept set of a layer whose tokens a store has changed or moved.
+struct ChangedSet {
+  const LayerTensors& stored;              // with K̃ and Ṽ for the tokens of the layer
+  Positions positions;                     // where kept tokens stand
+  KeptSets kept;                           // for all queries, or one for each
+  const EvolvingValues* values = nullptr;  // in place of Ṽ
+};
+
+/// Of one changed set.
+struct ComparedSet {
+  std::vector<Comparison> comparisons;  // [Hq, queries]
+  OutputVectors outputs;                // where vectors were asked for
+};
+
 /// Tokens come one by one, each after its query has attended to what is held and to itself; its attention is added to
 /// the scores of all that are held, and the lowest score goes while more than `budget` are held (of equal ones the
 /// higher position). Of a row's query heads the mean attention counts (Zhang et al. 2023, arXiv:2306.14048, algorithm
@@ -202,12 +227,14 @@ class Backend {
   virtual KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                                    std::span<const KeptSets> kept, MomentParts parts = all_moments) = 0;
 
-  /// The general path, for stores that transform what they keep: `stored` holds K̃ and Ṽ for the tokens of the layer,
-  /// `positions` says where kept tokens stand. [Hq, queries]. `outputs`, where it is not null, gets those of this one
-  /// set.
-  virtual std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored,
-                                                    Positions positions, std::span<const std::int32_t> queries,
-                                                    int boundary, KeptSets kept, OutputVectors* outputs = nullptr) = 0;
+  /// The general path, for stores that transform what they keep: each set against the full attention of the layer.
+  virtual std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
+                                                std::span<const std::int32_t> queries, int boundary, bool vectors) = 0;
+
+  /// [Hq, queries] of one set; its outputs too where they are asked for.
+  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
+                                            std::span<const std::int32_t> queries, int boundary, KeptSets kept,
+                                            OutputVectors* outputs = nullptr);
 
   /// [H, tokens]: position of the query after which each token went, -1 for those that are held in the end, and for
   /// those of [0, first) that were not held in the beginning.

@@ -22,6 +22,8 @@ constexpr int few_rows = 192;
 constexpr int few_block_rows = 128;
 constexpr int few_blocks = 2;
 constexpr std::size_t few_block_bytes = std::size_t{32} << 20;
+// Products of so few multiplications take less time than other threads to begin.
+constexpr double multiplications_of_one_thread = 1 << 20;
 // Pieces with sums of their own, for each KV head.
 constexpr int most_segments = 32;
 
@@ -226,7 +228,8 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
     }
   };
 
-#pragma omp parallel num_threads(threads_)
+  const double multiplications = static_cast<double>(rows) * kv_heads * keys * layer.q.dim;
+#pragma omp parallel num_threads(multiplications < multiplications_of_one_thread ? 1 : threads_)
   for (int first_kv_head = 0; first_kv_head < kv_heads; first_kv_head += heads_at_once) {
     if (packed != nullptr) {
 #pragma omp for schedule(static)

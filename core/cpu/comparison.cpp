@@ -1,5 +1,6 @@
 // The general comparison, plainly: two softmaxes written out in float64.
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <cmath>
 #include <cstddef>
@@ -24,7 +25,6 @@ std::size_t at(int i) { return static_cast<std::size_t>(i); }
 struct Row {
   int head = 0;
   int query = 0;
-  int set_row = 0;
   QueryPlace place;
 };
 
@@ -33,7 +33,7 @@ void softmax(std::span<double> row, double sink) {
   const double highest = *std::max_element(row.begin(), row.end());
   double sum = sink_weight(sink * std::numbers::log2e, highest * std::numbers::log2e);
   for (double& x : row) {
-    x = std::exp(x - highest);
+    x = x == -HUGE_VAL ? 0.0 : std::exp(x - highest);
     if (x < least_weight) x = 0.0;
     sum += x;
   }
@@ -79,171 +79,33 @@ void for_products(const TileKernels& kernels, ThreadScratch& mine, int dim, int 
   }
 }
 
-/// What all blocks of one comparison share.
-struct Inputs {
-  const LayerTensors& layer;
-  const LayerTensors& stored;
-  KeptSets kept;
-  std::vector<QueryPlace> places;  // of each query
-  bool moves;                      // resident keys have moved up
-  BackwardRotation rotation;
-  int boundary;
-
-  const KeptSet& set_of(const Row& row) const { return kept[kept.size() == 1 ? 0 : at(row.query)]; }
-  bool resident(const Row& row, int key) const {
-    const KeptSet& set = set_of(row);
-    return key >= set.tokens() || set.keeps(row.set_row, key);
-  }
-  bool holds(const Row& row, int key) const { return key == row.place.own || resident(row, key); }
-  double logit(double product) const {
-    const double z = static_cast<double>(layer.softmax_scale) * product;
-    const double cap = static_cast<double>(layer.logit_softcap);
-    return cap > 0.0 ? cap * std::tanh(z / cap) : z;
-  }
-};
-
-/// Rows of one KV head, and their attention to keys [first_key, end_key).
-struct Block {
-  Block(const Inputs& inputs, int of_head, int first_query, int end_query) : kv_head(of_head) {
-    const int group = inputs.layer.group();
-    first_key = std::numeric_limits<int>::max();
-    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      for (int query = first_query; query < end_query; ++query) {
-        const QueryPlace& place = inputs.places[at(query)];
-        rows.push_back({head, query, inputs.kept.front().row_of(head, group), place});
-        first_key = std::min(first_key, place.first);
-        end_key = std::max(end_key, place.end);
-      }
-    }
-    full.assign(product(row_count(), width()), -HUGE_VAL);
-    stored = full;
-  }
-
-  int row_count() const { return static_cast<int>(rows.size()); }
-  int width() const { return end_key - first_key; }
-  std::size_t column(int row, int key) const { return product(row, width()) + at(key - first_key); }
-  bool sees(int row, int key) const { return key >= rows[at(row)].place.first && key < rows[at(row)].place.end; }
-
-  int kv_head;
-  int first_key = 0;
-  int end_key = 0;
-  std::vector<Row> rows;
-  std::vector<double> full, stored;  // [rows, width]: logits, then weights
-};
-
-void fill_full_logits(const TileKernels& kernels, ThreadScratch& mine, const Inputs& inputs, Block& block) {
-  const LayerTensors& layer = inputs.layer;
-  for_products(
-      kernels, mine, layer.q.dim, block.row_count(), block.width(),
-      [&](int row, double* out) {
-        widen(kernels, mine, layer.q, block.rows[at(row)].head, block.rows[at(row)].place.stored, out);
-      },
-      [&](int key, double* out) { widen(kernels, mine, layer.k, block.kv_head, block.first_key + key, out); },
-      [&](int row, int i, double product) {
-        const int key = block.first_key + i;
-        if (block.sees(row, key)) block.full[block.column(row, key)] = inputs.logit(product);
-      });
+double logit(const LayerTensors& layer, double product) {
+  const double z = static_cast<double>(layer.softmax_scale) * product;
+  const double cap = static_cast<double>(layer.logit_softcap);
+  return cap > 0.0 ? cap * std::tanh(z / cap) : z;
 }
 
-/// Rows that read the same keys at the same places: all, unless keys move as a set says.
-std::vector<std::vector<int>> rows_of_same_places(const Inputs& inputs, std::span<const Row> rows) {
-  std::vector<std::vector<int>> groups;
-  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
-    const auto same = std::ranges::find_if(groups, [&](const std::vector<int>& some) {
-      const Row& other = rows[at(some.front())];
-      return !inputs.moves ||
-             (&inputs.set_of(other) == &inputs.set_of(rows[at(row)]) && other.set_row == rows[at(row)].set_row);
-    });
-    if (same == groups.end()) {
-      groups.push_back({row});
-    } else {
-      same->push_back(row);
-    }
-  }
-  return groups;
-}
-
-void fill_stored_logits(const TileKernels& kernels, ThreadScratch& mine, const Inputs& inputs, Block& block) {
-  const LayerTensors& layer = inputs.layer;
-  const TensorView& stored_keys = inputs.stored.k;
-  std::vector<int> keys;                      // that some row holds
-  std::vector<int> moved(at(block.end_key));  // by how much each is nearer the beginning, negative
-  for (const std::vector<int>& members : rows_of_same_places(inputs, block.rows)) {
-    const Row& one = block.rows[at(members.front())];
-    int slot = 0;
-    for (int key = 0; inputs.moves && key < block.end_key; ++key) {
-      moved[at(key)] = slot - key;
-      if (inputs.resident(one, key)) ++slot;
-    }
-    keys.clear();
-    for (int key = block.first_key; key < block.end_key; ++key)
-      if (std::ranges::any_of(members, [&](int row) { return inputs.holds(block.rows[at(row)], key); }))
-        keys.push_back(key);
-    for_products(
-        kernels, mine, layer.q.dim, static_cast<int>(members.size()), static_cast<int>(keys.size()),
-        [&](int member, double* out) {
-          const Row& row = block.rows[at(members[at(member)])];
-          widen(kernels, mine, layer.q, row.head, row.place.stored, out);
-          inputs.rotation.apply(moved[at(row.place.own)], {out, at(layer.q.dim)});
-        },
-        [&](int i, double* out) {
-          widen(kernels, mine, stored_keys, block.kv_head, keys[at(i)], out);
-          inputs.rotation.apply(moved[at(keys[at(i)])], {out, at(stored_keys.dim)});
-        },
-        [&](int member, int i, double product) {
-          const int row = members[at(member)];
-          const int key = keys[at(i)];
-          if (block.sees(row, key) && inputs.holds(block.rows[at(row)], key))
-            block.stored[block.column(row, key)] = inputs.logit(product);
-        });
-  }
-}
-
-/// Compares logits, makes weights of them, and compares these.
-std::vector<Comparison> compare_weights(const Inputs& inputs, Block& block) {
-  std::vector<Comparison> compared(block.rows.size());
-  for (int row = 0; row < block.row_count(); ++row) {
-    const QueryPlace& place = block.rows[at(row)].place;
-    const auto some = at(place.end - place.first);
-    const std::span<double> full = std::span(block.full).subspan(block.column(row, place.first), some);
-    const std::span<double> stored = std::span(block.stored).subspan(block.column(row, place.first), some);
-    Comparison& comparison = compared[at(row)];
-    for (int key = place.first; key < std::min(inputs.boundary, place.end); ++key) {
-      const auto i = at(key - place.first);
-      add(comparison.logits, full[i], stored[i] == -HUGE_VAL ? 0.0 : stored[i]);
-    }
-    const double sink = inputs.layer.sink(block.rows[at(row)].head);
-    softmax(std::span(block.full).subspan(product(row, block.width()), at(block.width())), sink);
-    softmax(std::span(block.stored).subspan(product(row, block.width()), at(block.width())), sink);
-    if (!inputs.layer.sinks.empty()) comparison.full_mass = std::accumulate(full.begin(), full.end(), 0.0);
-    for (int key = place.first; key < place.end; ++key) {
-      const auto i = at(key - place.first);
-      add(comparison.all, full[i], stored[i]);
-      if (key < inputs.boundary) add(comparison.prompt, full[i], stored[i]);
-      if (key < inputs.boundary && key >= sink_tokens) add(comparison.nosink, full[i], stored[i]);
-      comparison.l1 += std::abs(full[i] - stored[i]);
-      if (inputs.holds(block.rows[at(row)], key)) comparison.mass += full[i];
-    }
-  }
-  return compared;
-}
-
-/// weights[rows, width] * values -> [rows, padded], a multiple of wide_keys numbers for each row.
-std::vector<double> outputs_of(const TileKernels& kernels, ThreadScratch& mine, const Block& block,
-                               const TensorView& values, std::span<const double> weights, int padded) {
-  const int rows = block.row_count();
-  const int width = block.width();
+/// weights[rows, width] * values -> [rows, padded], a multiple of wide_keys numbers for each row; value(i, at) writes
+/// the value of column i. Columns that no row weighs add nothing, and their values are not read.
+std::vector<double> weighted_sums(const TileKernels& kernels, ThreadScratch& mine, std::span<const double> weights,
+                                  int rows, int width, int padded, const auto& value) {
   std::vector<double> outputs(product(rows, padded));
   double* packed_weights = mine.wide_rows.at_least(product(kernels.rows, chunk_keys));
   double* vector = mine.sums.at_least(at(padded));
   double* packed_values = mine.wide_keys.at_least(product(chunk_keys, padded));
   double* products = mine.wide_products.at_least(product(kernels.rows, kernels.wide_keys));
   std::fill_n(vector, padded, 0.0);
+  std::array<int, chunk_keys> columns;
   for (int begin = 0; begin < width; begin += chunk_keys) {
-    const int count = std::min(chunk_keys, width - begin);
+    int count = 0;
+    for (int i = begin; i < std::min(begin + chunk_keys, width); ++i) {
+      bool weighs = false;
+      for (int row = 0; row < rows; ++row) weighs |= weights[product(row, width) + at(i)] != 0.0;
+      if (weighs) columns[at(count++)] = i;
+    }
     // [padded / wide_keys, chunk_keys, wide_keys]
     for (int i = 0; i < count; ++i) {
-      widen(kernels, mine, values, block.kv_head, block.first_key + begin + i, vector);
+      value(columns[at(i)], vector);
       for (int c = 0; c < padded; c += kernels.wide_keys)
         std::copy_n(vector + c, kernels.wide_keys,
                     packed_values + product(c, chunk_keys) + product(i, kernels.wide_keys));
@@ -253,7 +115,7 @@ std::vector<double> outputs_of(const TileKernels& kernels, ThreadScratch& mine, 
       for (int i = 0; i < count; ++i)
         for (int r = 0; r < kernels.rows; ++r)
           packed_weights[product(i, kernels.rows) + at(r)] =
-              r < some ? weights[product(first + r, width) + at(begin + i)] : 0.0;
+              r < some ? weights[product(first + r, width) + at(columns[at(i)])] : 0.0;
       for (int c = 0; c < padded; c += kernels.wide_keys) {
         kernels.wide_products(packed_weights, packed_values + product(c, chunk_keys), count, some, products);
         for (int r = 0; r < some; ++r)
@@ -265,13 +127,246 @@ std::vector<double> outputs_of(const TileKernels& kernels, ThreadScratch& mine, 
   return outputs;
 }
 
+/// Rows of one KV head, and their full attention to keys [first_key, end_key).
+struct Block {
+  Block(const LayerTensors& of_layer, std::span<const QueryPlace> places, int of_head, int first_query, int end_query)
+      : layer(of_layer), kv_head(of_head), queries(end_query - first_query) {
+    const int group = layer.group();
+    first_key = std::numeric_limits<int>::max();
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      for (int query = first_query; query < end_query; ++query) {
+        const QueryPlace& place = places[at(query)];
+        rows.push_back({head, query, place});
+        first_key = std::min(first_key, place.first);
+        end_key = std::max(end_key, place.end);
+      }
+    }
+  }
+
+  int row_count() const { return static_cast<int>(rows.size()); }
+  int width() const { return end_key - first_key; }
+  std::size_t column(int row, int key) const { return product(row, width()) + at(key - first_key); }
+  bool sees(int row, int key) const { return key >= rows[at(row)].place.first && key < rows[at(row)].place.end; }
+  std::vector<double> no_logits() const { return std::vector<double>(product(row_count(), width()), -HUGE_VAL); }
+  void make_weights(std::vector<double>& of_rows) const {
+    for (int row = 0; row < row_count(); ++row)
+      softmax(std::span(of_rows).subspan(product(row, width()), at(width())), layer.sink(rows[at(row)].head));
+  }
+
+  /// Logits, weights and outputs.
+  void attend(const TileKernels& kernels, ThreadScratch& mine, int padded) {
+    logits = no_logits();
+    for_products(
+        kernels, mine, layer.q.dim, row_count(), width(),
+        [&](int row, double* out) {
+          widen(kernels, mine, layer.q, rows[at(row)].head, rows[at(row)].place.stored, out);
+        },
+        [&](int i, double* out) { widen(kernels, mine, layer.k, kv_head, first_key + i, out); },
+        [&](int row, int i, double product) {
+          if (sees(row, first_key + i)) logits[column(row, first_key + i)] = logit(layer, product);
+        });
+    weights = logits;
+    make_weights(weights);
+    outputs = weighted_sums(kernels, mine, weights, row_count(), width(), padded,
+                            [&](int i, double* out) { widen(kernels, mine, layer.v, kv_head, first_key + i, out); });
+  }
+
+  const LayerTensors& layer;
+  int kv_head;
+  int queries;  // of each query head
+  int first_key = 0;
+  int end_key = 0;
+  std::vector<Row> rows;                // query heads, the queries of each
+  std::vector<double> logits, weights;  // [rows, width]
+  std::vector<double> outputs;          // [rows, padded]
+};
+
+/// No key of a set moves by more than the number of those that went.
+int farthest_move(std::span<const ChangedSet> sets) {
+  int farthest = 0;
+  for (const ChangedSet& set : sets) {
+    if (set.positions != Positions::cache) continue;
+    for (const KeptSet& kept : set.kept)
+      for (int row = 0; row < kept.rows(); ++row) farthest = std::max(farthest, kept.tokens() - kept.count(row));
+  }
+  return farthest;
+}
+
+/// A set's attention in a block.
+class ChangedBlock {
+ public:
+  ChangedBlock(const TileKernels& kernels, ThreadScratch& mine, const BackwardRotation& rotation,
+               const ChangedSet& changed, const Block& block, int boundary)
+      : kernels_(kernels),
+        mine_(mine),
+        rotation_(rotation),
+        changed_(changed),
+        block_(block),
+        boundary_(boundary),
+        weights_(block.no_logits()) {
+    for (const Row& row : block.rows) {
+      const KeptSet& kept = changed.kept[changed.kept.size() == 1 ? 0 : at(row.query)];
+      sets_.push_back({&kept, kept.row_of(row.head, block.layer.group())});
+    }
+  }
+
+  std::vector<Comparison> compare() {
+    if (!moves() && changed_.stored.k.data == block_.layer.k.data) {
+      copy_logits();
+    } else {
+      compute_logits();
+    }
+    std::vector<Comparison> compared(block_.rows.size());
+    for (int row = 0; row < block_.row_count(); ++row) compare_logits(row, compared[at(row)].logits);
+    block_.make_weights(weights_);
+    for (int row = 0; row < block_.row_count(); ++row) compare_weights(row, compared[at(row)]);
+    return compared;
+  }
+
+  /// [rows, padded], after compare().
+  std::vector<double> outputs(int padded) const {
+    if (changed_.values != nullptr) return evolving_outputs(padded);
+    return weighted_sums(kernels_, mine_, weights_, block_.row_count(), block_.width(), padded,
+                         [&](int i, double* out) {
+                           widen(kernels_, mine_, changed_.stored.v, block_.kv_head, block_.first_key + i, out);
+                         });
+  }
+
+ private:
+  struct RowOfSet {
+    const KeptSet* set;
+    int row;
+    bool operator==(const RowOfSet&) const = default;
+  };
+
+  bool moves() const { return changed_.positions == Positions::cache; }  // resident keys up to their slots
+  bool resident(int row, int key) const {
+    const auto& [set, of_set] = sets_[at(row)];
+    return key >= set->tokens() || set->keeps(of_set, key);
+  }
+  bool holds(int row, int key) const { return key == block_.rows[at(row)].place.own || resident(row, key); }
+
+  void copy_logits() {
+    for (int row = 0; row < block_.row_count(); ++row) {
+      const QueryPlace& place = block_.rows[at(row)].place;
+      for (int key = place.first; key < place.end; ++key)
+        if (holds(row, key)) weights_[block_.column(row, key)] = block_.logits[block_.column(row, key)];
+    }
+  }
+
+  /// Rows that read the same keys at the same places: all, unless keys move as a set says.
+  std::vector<std::vector<int>> rows_of_same_places() const {
+    std::vector<std::vector<int>> groups;
+    for (int row = 0; row < block_.row_count(); ++row) {
+      const auto same = std::ranges::find_if(
+          groups, [&](const std::vector<int>& some) { return !moves() || sets_[at(some.front())] == sets_[at(row)]; });
+      if (same == groups.end()) {
+        groups.push_back({row});
+      } else {
+        same->push_back(row);
+      }
+    }
+    return groups;
+  }
+
+  void compute_logits() {
+    const LayerTensors& layer = block_.layer;
+    const TensorView& stored_keys = changed_.stored.k;
+    std::vector<int> keys;                       // that some row holds
+    std::vector<int> moved(at(block_.end_key));  // by how much each is nearer the beginning, negative
+    for (const std::vector<int>& members : rows_of_same_places()) {
+      int slot = 0;
+      for (int key = 0; moves() && key < block_.end_key; ++key) {
+        moved[at(key)] = slot - key;
+        if (resident(members.front(), key)) ++slot;
+      }
+      keys.clear();
+      for (int key = block_.first_key; key < block_.end_key; ++key)
+        if (std::ranges::any_of(members, [&](int row) { return holds(row, key); })) keys.push_back(key);
+      for_products(
+          kernels_, mine_, layer.q.dim, static_cast<int>(members.size()), static_cast<int>(keys.size()),
+          [&](int member, double* out) {
+            const Row& row = block_.rows[at(members[at(member)])];
+            widen(kernels_, mine_, layer.q, row.head, row.place.stored, out);
+            rotation_.apply(moved[at(row.place.own)], {out, at(layer.q.dim)});
+          },
+          [&](int i, double* out) {
+            widen(kernels_, mine_, stored_keys, block_.kv_head, keys[at(i)], out);
+            rotation_.apply(moved[at(keys[at(i)])], {out, at(stored_keys.dim)});
+          },
+          [&](int member, int i, double product) {
+            const int row = members[at(member)];
+            const int key = keys[at(i)];
+            if (block_.sees(row, key) && holds(row, key)) weights_[block_.column(row, key)] = logit(layer, product);
+          });
+    }
+  }
+
+  void compare_logits(int row, Alignment& logits) const {
+    const QueryPlace& place = block_.rows[at(row)].place;
+    for (int key = place.first; key < std::min(boundary_, place.end); ++key) {
+      const double stored = weights_[block_.column(row, key)];
+      add(logits, block_.logits[block_.column(row, key)], stored == -HUGE_VAL ? 0.0 : stored);
+    }
+  }
+
+  void compare_weights(int row, Comparison& comparison) const {
+    const QueryPlace& place = block_.rows[at(row)].place;
+    const auto first = block_.column(row, place.first);
+    const std::span full = std::span(block_.weights).subspan(first, at(place.end - place.first));
+    const std::span stored = std::span(weights_).subspan(first, full.size());
+    if (!block_.layer.sinks.empty()) comparison.full_mass = std::accumulate(full.begin(), full.end(), 0.0);
+    for (int key = place.first; key < place.end; ++key) {
+      const auto i = at(key - place.first);
+      add(comparison.all, full[i], stored[i]);
+      if (key < boundary_) add(comparison.prompt, full[i], stored[i]);
+      if (key < boundary_ && key >= sink_tokens) add(comparison.nosink, full[i], stored[i]);
+      comparison.l1 += std::abs(full[i] - stored[i]);
+      if (holds(row, key)) comparison.mass += full[i];
+    }
+  }
+
+  std::vector<double> evolving_outputs(int padded) const {
+    const int heads = block_.row_count() / block_.queries;
+    const EvolvingValues::Reader values_before = changed_.values->of_head(block_.kv_head);
+    std::vector<double> outputs(product(block_.row_count(), padded)), weights;
+    for (int query = 0; query < block_.queries; ++query) {
+      const Row& one = block_.rows[at(query)];
+      const int width = one.place.end - one.place.first;
+      const std::span<const float> values = values_before(one.place.own);
+      weights.clear();
+      for (int head = 0; head < heads; ++head) {
+        const auto begin = weights_.begin() +
+                           static_cast<std::ptrdiff_t>(block_.column(head * block_.queries + query, one.place.first));
+        weights.insert(weights.end(), begin, begin + width);
+      }
+      const auto dim = at(block_.layer.v.dim);
+      const std::vector<double> of_query = weighted_sums(
+          kernels_, mine_, weights, heads, width, padded,
+          [&](int i, double* out) { std::ranges::copy(values.subspan(at(one.place.first + i) * dim, dim), out); });
+      for (int head = 0; head < heads; ++head)
+        std::copy_n(&of_query[product(head, padded)], padded, &outputs[product(head * block_.queries + query, padded)]);
+    }
+    return outputs;
+  }
+
+  const TileKernels& kernels_;
+  ThreadScratch& mine_;
+  const BackwardRotation& rotation_;
+  const ChangedSet& changed_;
+  const Block& block_;
+  int boundary_;
+  std::vector<RowOfSet> sets_;   // of each row
+  std::vector<double> weights_;  // [rows, width]: logits, then weights
+};
+
 /// Adds the comparison of one row's outputs, [dim] numbers each; writes them where `vectors` is there.
 void compare_outputs(std::span<const double> full, std::span<const double> kept, Comparison& comparison,
-                     OutputVectors* vectors, std::size_t cell) {
+                     OutputVectors& vectors, std::size_t cell) {
   for (std::size_t c = 0; c < full.size(); ++c) {
-    if (vectors != nullptr) {
-      vectors->full[cell * full.size() + c] = static_cast<float>(full[c]);
-      vectors->errors[cell * full.size() + c] = static_cast<float>(kept[c] - full[c]);
+    if (!vectors.full.empty()) {
+      vectors.full[cell * full.size() + c] = static_cast<float>(full[c]);
+      vectors.errors[cell * full.size() + c] = static_cast<float>(kept[c] - full[c]);
     }
     comparison.output_full_square += full[c] * full[c];
     comparison.output_square += kept[c] * kept[c];
@@ -280,37 +375,24 @@ void compare_outputs(std::span<const double> full, std::span<const double> kept,
   }
 }
 
-/// No key moves by more than the number of those that went.
-int farthest_move(KeptSets kept) {
-  int farthest = 0;
-  for (const KeptSet& set : kept)
-    for (int row = 0; row < set.rows(); ++row) farthest = std::max(farthest, set.tokens() - set.count(row));
-  return farthest;
-}
-
 }  // namespace
 
-std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer, const LayerTensors& stored,
-                                                      Positions positions, std::span<const std::int32_t> queries,
-                                                      int boundary, KeptSets kept, OutputVectors* outputs) {
-  assert(kept.size() == 1 || kept.size() == queries.size());
+std::vector<ComparedSet> CpuBackend::compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
+                                                  std::span<const std::int32_t> queries, int boundary, bool vectors) {
   const int query_count = static_cast<int>(queries.size());
-  std::vector<Comparison> result(product(layer.q.heads, query_count));
-  if (outputs != nullptr) {
-    outputs->full.assign(result.size() * at(layer.v.dim), 0.0F);
-    outputs->errors = outputs->full;
+  const auto dim = at(layer.v.dim);
+  std::vector<ComparedSet> result(sets.size());
+  for (std::size_t i = 0; i < sets.size(); ++i) {
+    assert(sets[i].kept.size() == 1 || sets[i].kept.size() == queries.size());
+    result[i].comparisons.resize(product(layer.q.heads, query_count));
+    if (!vectors) continue;
+    result[i].outputs.full.assign(result[i].comparisons.size() * dim, 0.0F);
+    result[i].outputs.errors = result[i].outputs.full;
   }
-  if (query_count == 0) return result;
-  const bool moves = positions == Positions::cache;
-  const Inputs inputs{.layer = layer,
-                      .stored = stored,
-                      .kept = kept,
-                      .places = query_places(layer, queries, {.count = queries.back() + 1}),
-                      .moves = moves,
-                      .rotation = BackwardRotation(layer.rope, moves ? farthest_move(kept) : 0),
-                      .boundary = boundary};
-  const int dim = layer.v.dim;
-  const int padded = (dim + kernels_.wide_keys - 1) / kernels_.wide_keys * kernels_.wide_keys;
+  if (query_count == 0 || sets.empty()) return result;
+  const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
+  const BackwardRotation rotation(layer.rope, farthest_move(sets));
+  const int padded = (layer.v.dim + kernels_.wide_keys - 1) / kernels_.wide_keys * kernels_.wide_keys;
   const int queries_at_once = std::max(1, rows_at_once / layer.group());
   const int blocks = (query_count + queries_at_once - 1) / queries_at_once;
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
@@ -319,18 +401,19 @@ std::vector<Comparison> CpuBackend::compare_attention(const LayerTensors& layer,
       if (interruption().ended()) continue;
       ThreadScratch& mine = scratch();
       const int first_query = number * queries_at_once;
-      Block block(inputs, kv_head, first_query, std::min(first_query + queries_at_once, query_count));
-      fill_full_logits(kernels_, mine, inputs, block);
-      fill_stored_logits(kernels_, mine, inputs, block);
-      std::vector<Comparison> compared = compare_weights(inputs, block);
-      const std::vector<double> full = outputs_of(kernels_, mine, block, layer.v, block.full, padded);
-      const std::vector<double> kept_outputs = outputs_of(kernels_, mine, block, stored.v, block.stored, padded);
-      for (int row = 0; row < block.row_count(); ++row) {
-        const std::size_t cell = product(block.rows[at(row)].head, query_count) + at(block.rows[at(row)].query);
-        compare_outputs(std::span(full).subspan(product(row, padded), at(dim)),
-                        std::span(kept_outputs).subspan(product(row, padded), at(dim)), compared[at(row)], outputs,
-                        cell);
-        result[cell] = compared[at(row)];
+      Block block(layer, places, kv_head, first_query, std::min(first_query + queries_at_once, query_count));
+      block.attend(kernels_, mine, padded);
+      for (std::size_t i = 0; i < sets.size() && !interruption().ended(); ++i) {
+        ChangedBlock changed(kernels_, mine, rotation, sets[i], block, boundary);
+        std::vector<Comparison> compared = changed.compare();
+        const std::vector<double> outputs = changed.outputs(padded);
+        for (int row = 0; row < block.row_count(); ++row) {
+          const std::size_t cell = product(block.rows[at(row)].head, query_count) + at(block.rows[at(row)].query);
+          compare_outputs(std::span(block.outputs).subspan(product(row, padded), dim),
+                          std::span(outputs).subspan(product(row, padded), dim), compared[at(row)], result[i].outputs,
+                          cell);
+          result[i].comparisons[cell] = compared[at(row)];
+        }
       }
     }
   }

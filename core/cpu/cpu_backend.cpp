@@ -105,11 +105,12 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& w
   const std::size_t rows = threads * (exponentials + (work.parts.logits ? 48 : 0) * row);
   const std::size_t value_bytes = work.parts.outputs ? 2 * (dim + 32) * sizeof(double) : 0;
   const std::size_t values = threads * 48 * static_cast<std::size_t>(work.sets + 1) * (256 + value_bytes);
-  // The general comparison takes some 48 rows of two softmaxes in float64 a thread and the angles of all distances;
+  // The general comparison takes some 48 rows of logits and two softmaxes in float64 a thread and the angles of all
+  // distances;
   // online eviction the keys that some rows hold, for each KV head 24 rows of exponentials over them, their positions
   // and their scores. They keep nothing.
   const auto group = static_cast<std::size_t>(layer.group());
-  const std::size_t comparison = threads * std::max(group, std::size_t{48}) * tokens * 2 * sizeof(double) +
+  const std::size_t comparison = threads * std::max(group, std::size_t{48}) * tokens * 3 * sizeof(double) +
                                  tokens * layer.rope.inv_freq.size() * 2 * sizeof(double);
   const std::size_t slot_bytes = (dim + std::max(group, std::size_t{24})) * sizeof(float) + 16;
   const std::size_t held = std::max(threads, static_cast<std::size_t>(layer.k.heads)) * tokens * slot_bytes;

@@ -27,9 +27,8 @@ class CpuBackend final : public Backend {
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                            std::span<const KeptSets> kept, MomentParts parts) override;
-  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
-                                            std::span<const std::int32_t> queries, int boundary, KeptSets kept,
-                                            OutputVectors* outputs) override;
+  std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
+                                        std::span<const std::int32_t> queries, int boundary, bool vectors) override;
   std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override;
   std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override;
   Matrix norms(const TensorView& tensor, int tokens, double p) override;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/backend.h"
 #include "attention/kept_set.h"
 #include "observables/layer_view.h"
 #include "policies/needs.h"
@@ -23,13 +24,11 @@ struct StoredLayer {
   double bytes = 0;           // that the kept tokens take, all heads
 };
 
-/// A stored layer that changes whenever tokens are evicted.
-class EvolvingLayer {
+/// A layer with values that change whenever tokens are evicted.
+class EvolvingLayer : public EvolvingValues {
  public:
-  virtual ~EvolvingLayer() = default;
-  /// The layer that query t reads, changed by every eviction before it; until the next call. Ascending queries cost
-  /// least.
-  virtual const StoredLayer& before(int query) = 0;
+  /// The layer that query t reads, changed by every eviction before it.
+  virtual std::unique_ptr<StoredLayer> before(int query) const = 0;
 };
 
 /// The layer that another one is stored with, or that one itself where it is stored alone.

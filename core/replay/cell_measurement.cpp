@@ -57,11 +57,9 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
       cell = prepared(job, view, paired);
     });
     if (job.failure) continue;
-    const StoredLayer* changed = nullptr;
-    if (cell.evolving)
-      changed = &cell.evolving->before(of_.prompt());
-    else if (job.range(view.layer()).plan.store->changes_tokens())
-      changed = cell.stored.get();
+    const bool changes = job.range(view.layer()).plan.store->changes_tokens();
+    const std::unique_ptr<StoredLayer> at_end = cell.evolving ? cell.evolving->before(of_.prompt()) : nullptr;
+    const StoredLayer* const changed = at_end ? at_end.get() : changes ? cell.stored.get() : nullptr;
     of_.sink.selected(view, job.number, *cell.selection, changed, job.seconds[l]);
     if (job.cell->measure) to_measure.push_back(std::move(cell));
   }
@@ -108,23 +106,10 @@ void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measu
         for (const std::int32_t query : block) cell.by_query.push_back(cell.selection->seen_by(query));
       sets.push_back(cell.by_query.empty() ? KeptSets(&cell.selection->set, 1) : KeptSets(cell.by_query));
     }
-    std::map<std::size_t, OutputVectors> of_general;
-    std::map<const Job*, std::pair<std::size_t, std::vector<Comparison>>> compared;
-    for (std::size_t i = 0; i < to_measure.size(); ++i) {
-      if (!to_measure[i].is_general()) continue;
-      of_.poll();
-      const Job& job = *to_measure[i].job;
-      const auto same = job.same >= 0 ? compared.find(&jobs_.same(job)) : compared.end();
-      OutputVectors* outputs = parts.vectors ? &of_general[i] : nullptr;
-      if (same != compared.end()) {
-        if (outputs != nullptr) *outputs = of_general.at(same->second.first);
-        of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count), same->second.second);
-        continue;
-      }
-      const auto& [number, comparisons] =
-          compared[&job] = {i, general_comparison(view, to_measure[i], block, sets[i], outputs)};
-      of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count), comparisons);
-    }
+    of_.poll();
+    const std::map<std::size_t, ComparedSet> compared = compare(view, to_measure, sets, block, parts.vectors);
+    for (const auto& [i, one] : compared)
+      of_.sink.compared(view, cells[i], static_cast<int>(first), static_cast<int>(count), one.comparisons);
     std::optional<Timed> timed(std::in_place, Work::moments);
     timed->counts([&] {
       const int dims = view.tensors().q.dim + (parts.outputs ? view.tensors().v.dim : 0);
@@ -132,50 +117,41 @@ void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measu
     });
     KeptMoments moments = of_.backend.kept_moments(view.tensors(), block, of_.prompt(), sets, parts);
     timed.reset();
-    for (const auto& [i, outputs] : of_general)
-      std::ranges::copy(outputs.errors, moments.outputs.errors.data() + i * outputs.errors.size());
+    for (const auto& [i, one] : compared)
+      std::ranges::copy(one.outputs.errors, moments.outputs.errors.data() + i * one.outputs.errors.size());
     of_.sink.measured(view, cells, static_cast<int>(first), static_cast<int>(count), moments);
     for (std::size_t i = 0; i < to_measure.size(); ++i)
       if (!to_measure[i].is_general()) cross_check(view, to_measure[i], sets[i], first, block);
   }
 }
 
-std::vector<Comparison> CellMeasurement::general_comparison(const LayerView& view, const Measured& cell,
-                                                            std::span<const std::int32_t> queries, KeptSets sets,
-                                                            OutputVectors* outputs) const {
-  Timed timed(Work::comparison, cell.job->policy());
+std::map<std::size_t, ComparedSet> CellMeasurement::compare(const LayerView& view, std::span<const Measured> cells,
+                                                            std::span<const KeptSets> sets,
+                                                            std::span<const std::int32_t> queries, bool vectors) const {
+  std::vector<ChangedSet> changed;
+  std::map<std::size_t, std::size_t> number;  // of a general cell's set among them
+  std::map<const Job*, std::size_t> of_job;
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    const Measured& cell = cells[i];
+    if (!cell.is_general()) continue;
+    const Job& job = *cell.job;
+    const auto same = job.same >= 0 ? of_job.find(&jobs_.same(job)) : of_job.end();
+    number[i] = of_job[&job] = same != of_job.end() ? same->second : changed.size();
+    if (number[i] == changed.size())
+      changed.push_back(
+          {cell.stored ? cell.stored->tensors : view.tensors(), cell.positions, sets[i], cell.evolving.get()});
+  }
+  if (changed.empty()) return {};
+  Timed timed(Work::comparison);
   timed.counts([&] {  // attention and outputs, of the tokens as they were and as they are stored
     const LayerTensors& layer = view.tensors();
-    return 2 * visible_pairs(layer, queries, layer.k.tokens) * (layer.q.dim + layer.v.dim);
+    return static_cast<double>(changed.size() + 1) * visible_pairs(layer, queries, layer.k.tokens) *
+           (layer.q.dim + layer.v.dim);
   });
-  if (cell.evolving) return evolving_comparison(view, cell, queries, sets, outputs);
-  return of_.backend.compare_attention(view.tensors(), cell.stored ? cell.stored->tensors : view.tensors(),
-                                       cell.positions, queries, of_.prompt(), sets, outputs);
-}
-
-/// Compares query by query, because the stored values differ between queries.
-std::vector<Comparison> CellMeasurement::evolving_comparison(const LayerView& view, const Measured& cell,
-                                                             std::span<const std::int32_t> queries, KeptSets sets,
-                                                             OutputVectors* outputs) const {
-  const auto heads = static_cast<std::size_t>(view.query_heads()), count = queries.size();
-  const auto dim = static_cast<std::size_t>(view.tensors().v.dim);
-  std::vector<Comparison> compared(heads * count);
-  if (outputs != nullptr) {
-    outputs->full.assign(compared.size() * dim, 0.0F);
-    outputs->errors = outputs->full;
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    OutputVectors of_query;
-    const std::vector<Comparison> one = of_.backend.compare_attention(
-        view.tensors(), cell.evolving->before(queries[i]).tensors, cell.positions, queries.subspan(i, 1), of_.prompt(),
-        sets.subspan(sets.size() == 1 ? 0 : i, 1), outputs != nullptr ? &of_query : nullptr);
-    for (std::size_t head = 0; head < heads; ++head) {
-      compared[head * count + i] = one[head];
-      if (outputs == nullptr) continue;
-      std::copy_n(&of_query.full[head * dim], dim, &outputs->full[(head * count + i) * dim]);
-      std::copy_n(&of_query.errors[head * dim], dim, &outputs->errors[(head * count + i) * dim]);
-    }
-  }
+  const std::vector<ComparedSet> found =
+      of_.backend.compare_sets(view.tensors(), changed, queries, of_.prompt(), vectors);
+  std::map<std::size_t, ComparedSet> compared;
+  for (const auto& [cell, set] : number) compared[cell] = found[set];
   return compared;
 }
 

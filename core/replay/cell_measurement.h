@@ -32,12 +32,10 @@ class CellMeasurement {
 
   Measured prepared(const Job& job, const LayerView& view, const std::map<int, PairedLayer>& paired) const;
   void measure_in_blocks(const LayerView& view, std::vector<Measured>& to_measure);
-  std::vector<Comparison> general_comparison(const LayerView& view, const Measured& cell,
-                                             std::span<const std::int32_t> queries, KeptSets sets,
-                                             OutputVectors* outputs) const;
-  std::vector<Comparison> evolving_comparison(const LayerView& view, const Measured& cell,
-                                              std::span<const std::int32_t> queries, KeptSets sets,
-                                              OutputVectors* outputs) const;
+  /// Of the cells that are general, by their number; equal ones are compared once.
+  std::map<std::size_t, ComparedSet> compare(const LayerView& view, std::span<const Measured> cells,
+                                             std::span<const KeptSets> sets, std::span<const std::int32_t> queries,
+                                             bool vectors) const;
   void cross_check(const LayerView& view, const Measured& cell, KeptSets sets, std::size_t first,
                    std::span<const std::int32_t> block);
 

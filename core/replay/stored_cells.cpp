@@ -88,17 +88,12 @@ void apply_store(Backend& backend, const Trace& trace, const Conditions& conditi
   LayerSelection selection = cell.known.at(static_cast<std::size_t>(layer));
   selection.reads = reads_of(plan, view, cell.budget);
   std::unique_ptr<StoredLayer> changed;
-  std::unique_ptr<EvolvingLayer> evolving;
-  const StoredLayer* of_prompt = nullptr;
-  if (plan.store->evolve && selection.changes_with_time()) {
-    evolving = plan.store->evolve(view, selection);
-    of_prompt = &evolving->before(view.prompt());
-  } else if (plan.store->changes_tokens()) {
+  if (plan.store->evolve && selection.changes_with_time())
+    changed = plan.store->evolve(view, selection)->before(view.prompt());
+  else if (plan.store->changes_tokens())
     changed = plan.store->apply(view, selection.set,
                                 paired ? paired->partner : Partner{view.layer(), view.tensors(), of_range.first});
-    of_prompt = changed.get();
-  }
-  heard(view, selection, of_prompt, plan.store->moves_tokens);
+  heard(view, selection, changed.get(), plan.store->moves_tokens);
   trace.require_unchanged();
   trace.release(stored);
 }

@@ -396,8 +396,8 @@ TEST_P(EveryPolicy, IsMeasuredWithWhatEachQuerySees) {
         for (int i = 0; i < static_cast<int>(queries); ++i) {
           const int t = conditions.eval_queries[static_cast<std::size_t>(i)];
           if (evolving) {
-            const StoredLayer& now = evolving->before(t);
-            const StoredNumbers of_query{now.keys, now.values, now.bytes};
+            const std::unique_ptr<StoredLayer> now = evolving->before(t);
+            const StoredNumbers of_query{now->keys, now->values, now->bytes};
             layer.emplace(tensors, &of_query);
           }
           for (int h = 0; h < tensors.q.heads; ++h) {
@@ -440,7 +440,8 @@ TEST_P(EveryPolicy, ChangesTokensByWhatComesBeforeTheQuery) {
         const auto other = evolving_layer(part.plan, told_anew, anew.selections.at({0, l}));
         if (!one) continue;
         for (const int t : {first / 2, first, first - 1}) {
-          const std::span<const float> values = one->before(t).values, values_anew = other->before(t).values;
+          const auto at_query = one->before(t), at_query_anew = other->before(t);
+          const std::span<const float> values = at_query->values, values_anew = at_query_anew->values;
           const TensorView& v = told.tensors().v;
           const std::size_t of_head = values.size() / static_cast<std::size_t>(v.heads);
           const std::size_t told_alike = static_cast<std::size_t>(first) * static_cast<std::size_t>(v.dim);

@@ -1,8 +1,12 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
 #include <tuple>
+#include <vector>
 
 #include "attention_reference.h"
+#include "float_types.h"
 
 namespace kvreplay::testing {
 namespace {
@@ -582,6 +586,93 @@ TEST_P(CompareAttention, IsThatOfBruteForceWithMovedKeysOtherStoresAndAnySets) {
                     1e-11);
         EXPECT_EQ(members(two[cell]), members(found[cell]));
         EXPECT_EQ(members(three[cell]), members(found[cell]));
+      }
+    }
+  }
+}
+
+/// The values of another layer, larger with each query.
+class GrowingValues final : public EvolvingValues {
+ public:
+  explicit GrowingValues(const LayerTensors& layer) : layer_(layer) {}
+
+  std::vector<float> at_query(int kv_head, int query) const {
+    TensorView of_head = layer_.v;
+    of_head.data = of_head.row(kv_head, 0);
+    of_head.heads = 1;
+    std::vector<float> values = widened(of_head);
+    for (float& value : values) value *= 1.0F + static_cast<float>(query) / 64.0F;
+    return values;
+  }
+  Reader of_head(int kv_head) const override {
+    return [this, kv_head, values = std::vector<float>()](int query) mutable {
+      values = at_query(kv_head, query);
+      return std::span<const float>(values);
+    };
+  }
+
+ private:
+  const LayerTensors layer_;
+};
+
+TEST_P(CompareAttention, SetsTogetherHaveTheBitsOfEachAlone) {
+  const auto& [shape, boundary, queries] = GetParam();
+  const RandomLayer layer(shape);
+  LayerShape other = shape;
+  other.seed = 9;
+  const RandomLayer stored(other);
+  std::vector<LayerTensors> stores(3, layer.tensors());
+  stores[1] = stored.tensors();
+  stores[2].v = stored.tensors().v;
+  const std::vector<KeptSet> one{random_set(Heads::kv, shape, boundary, 0.3, 7)},
+      many = one_a_query(Heads::query, GetParam(), 0.3, 8);
+  std::vector<ChangedSet> sets;
+  for (const LayerTensors& store : stores)
+    for (const Positions positions : {Positions::original, Positions::cache})
+      for (const KeptSets kept : {KeptSets(one), KeptSets(many)}) sets.push_back({store, positions, kept});
+  for (const bool vectors : {false, true}) {
+    const std::vector<ComparedSet> together =
+        tested_backend(2)->compare_sets(layer.tensors(), sets, queries, boundary, vectors);
+    ASSERT_EQ(together.size(), sets.size());
+    for (std::size_t i = 0; i < sets.size(); ++i) {
+      OutputVectors outputs;
+      const std::vector<Comparison> alone =
+          tested_backend(1)->compare_attention(layer.tensors(), sets[i].stored, sets[i].positions, queries, boundary,
+                                               sets[i].kept, vectors ? &outputs : nullptr);
+      for (std::size_t cell = 0; cell < alone.size(); ++cell)
+        EXPECT_EQ(members(together[i].comparisons[cell]), members(alone[cell])) << "set " << i << ", cell " << cell;
+      EXPECT_EQ(together[i].outputs.full, outputs.full);
+      EXPECT_EQ(together[i].outputs.errors, outputs.errors);
+    }
+  }
+}
+
+TEST_P(CompareAttention, EachQueryReadsItsOwnValues) {
+  const auto& [shape, boundary, queries] = GetParam();
+  const RandomLayer layer(shape);
+  const GrowingValues values(layer.tensors());
+  const std::vector<KeptSet> one{random_set(Heads::kv, shape, boundary, 0.3, 7)},
+      many = one_a_query(Heads::query, GetParam(), 0.3, 8);
+  for (const KeptSets kept : {KeptSets(one), KeptSets(many)}) {
+    const LayerTensors tensors = layer.tensors();
+    const ChangedSet set{tensors, Positions::original, kept, &values};
+    const ComparedSet found =
+        tested_backend(2)->compare_sets(layer.tensors(), std::span(&set, 1), queries, boundary, true).front();
+    for (std::size_t query = 0; query < queries.size(); ++query) {
+      std::vector<float> all;
+      for (int head = 0; head < shape.kv_heads; ++head)
+        std::ranges::copy(values.at_query(head, queries[query]), std::back_inserter(all));
+      LayerTensors stored = layer.tensors();
+      stored.v = view_of(all, stored.v);
+      OutputVectors outputs;
+      const std::vector<Comparison> alone = tested_backend(1)->compare_attention(
+          layer.tensors(), stored, Positions::original, std::span(queries).subspan(query, 1), boundary,
+          kept.subspan(kept.size() == 1 ? 0 : query, 1), &outputs);
+      for (std::size_t head = 0; head < alone.size(); ++head) {
+        const std::size_t cell = head * queries.size() + query, dim = outputs.errors.size() / alone.size();
+        EXPECT_EQ(members(found.comparisons[cell]), members(alone[head])) << "query " << query << ", head " << head;
+        EXPECT_TRUE(std::ranges::equal(std::span(found.outputs.errors).subspan(cell * dim, dim),
+                                       std::span(outputs.errors).subspan(head * dim, dim)));
       }
     }
   }

@@ -201,11 +201,11 @@ TEST(EvolvingValues, OfEvenAttentionByHand) {
     const MergedValues part{.merge = 2, .attention = attention};
     const auto evolving = part.store()->evolve(layer, two_resident);
     using Values = std::vector<float>;
-    EXPECT_EQ(evolving->before(2).values, numbers);
-    EXPECT_EQ(evolving->before(3).values, (Values{1, 10.5, 100.5, 1000}));
-    EXPECT_EQ(evolving->before(4).values, (Values{1, 10.5, 105.75, 1005.25}));
-    EXPECT_EQ(evolving->before(0).values, numbers) << "queries may come in any order";
-    EXPECT_EQ(evolving->before(3).values, (Values{1, 10.5, 100.5, 1000}));
+    EXPECT_EQ(evolving->before(2)->values, numbers);
+    EXPECT_EQ(evolving->before(3)->values, (Values{1, 10.5, 100.5, 1000}));
+    EXPECT_EQ(evolving->before(4)->values, (Values{1, 10.5, 105.75, 1005.25}));
+    EXPECT_EQ(evolving->before(0)->values, numbers) << "queries may come in any order";
+    EXPECT_EQ(evolving->before(3)->values, (Values{1, 10.5, 100.5, 1000}));
   }
 }
 

@@ -37,10 +37,10 @@ class FakeBackend final : public Backend {
     ++calls;
     return moments;
   }
-  std::vector<Comparison> compare_attention(const LayerTensors&, const LayerTensors&, Positions,
-                                            std::span<const std::int32_t>, int, KeptSets, OutputVectors*) override {
+  std::vector<ComparedSet> compare_sets(const LayerTensors&, std::span<const ChangedSet>, std::span<const std::int32_t>,
+                                        int, bool) override {
     ++calls;
-    return comparisons;
+    return {{comparisons, {}}};
   }
   std::vector<std::int32_t> online_eviction(const LayerTensors&, const OnlineEviction& what) override {
     ++calls;

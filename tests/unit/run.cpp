@@ -59,10 +59,9 @@ class ForgetfulBackend final : public Backend {
       moments.kept[i].mass /= 2;
     return moments;
   }
-  std::vector<Comparison> compare_attention(const LayerTensors& layer, const LayerTensors& stored, Positions positions,
-                                            std::span<const std::int32_t> queries, int boundary, KeptSets kept,
-                                            OutputVectors*) override {
-    return sound_->compare_attention(layer, stored, positions, queries, boundary, kept);
+  std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
+                                        std::span<const std::int32_t> queries, int boundary, bool vectors) override {
+    return sound_->compare_sets(layer, sets, queries, boundary, vectors);
   }
   std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override {
     return sound_->online_eviction(layer, what);

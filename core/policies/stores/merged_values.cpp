@@ -99,25 +99,69 @@ class MergedLayer final : public EvolvingLayer {
         view_(view),
         rows_(selection.set.rows()),
         evicted_at_(selection.evicted_at),
-        merges_(static_cast<std::size_t>(view.kv_heads())),
-        layer_(exact_copy(view)) {
+        merges_(static_cast<std::size_t>(view.kv_heads())) {
     find_merges(positions);
     for (int head = 0; head < view.kv_heads(); ++head)
-      layer_->bytes +=
+      bytes_ +=
           static_cast<double>(selection.set.count(row_of(head))) * static_cast<double>(view.tensors().token_bytes());
-    begin();
   }
 
-  const StoredLayer& before(int query) override {
-    if (query < query_) begin();
-    query_ = query;
-    view_.on_threads(merges_.size(), [&](std::size_t head) { merge(static_cast<int>(head)); });
-    return *layer_;
+  std::unique_ptr<StoredLayer> before(int query) const override {
+    std::unique_ptr<StoredLayer> layer = exact_copy(view_);
+    layer->tensors.k = view_.tensors().k;  // the same numbers, which need not be compared
+    layer->bytes = bytes_;
+    view_.on_threads(merges_.size(), [&](std::size_t head) {
+      const Reader before = of_head(static_cast<int>(head));
+      const std::span<const float> values = before(query);
+      std::ranges::copy(values, layer->values.begin() + static_cast<std::ptrdiff_t>(head * values.size()));
+    });
+    return layer;
   }
 
-  std::unique_ptr<StoredLayer> release() { return std::move(layer_); }
+  Reader of_head(int kv_head) const override {
+    return [merged = MergedHead(*this, kv_head)](int query) mutable { return merged.before(query); };
+  }
 
  private:
+  /// The values of a KV head, merged up to some query.
+  class MergedHead {
+   public:
+    MergedHead(const MergedLayer& of, int head) : of_(of), head_(head) {
+      TensorView values = of.view_.tensors().v;
+      values.data = values.row(head, 0);
+      values.heads = 1;
+      rounded_ = widened(values);
+      sums_.assign(rounded_.begin(), rounded_.end());
+    }
+
+    std::span<const float> before(int query) {
+      const std::vector<Merge>& all = of_.merges_[static_cast<std::size_t>(head_)];
+      for (; made_ < all.size() && all[made_].step < query; ++made_) make(all[made_]);
+      return rounded_;
+    }
+
+   private:
+    void make(const Merge& merge) {
+      const EvictedAt evicted = of_.evicted_of(of_.row_of(head_));
+      const auto dim = static_cast<std::size_t>(of_.view_.tensors().v.dim);
+      const auto begins = [&](std::int32_t token) { return static_cast<std::size_t>(token) * dim; };
+      int left = of_.part_.merge;
+      for (std::int32_t j = merge.token + 1; j <= merge.step && left > 0; ++j) {
+        if (!remains(evicted, j, merge.step)) continue;
+        --left;
+        for (std::size_t c = 0; c < dim; ++c)
+          rounded_[begins(j) + c] =
+              static_cast<float>(sums_[begins(j) + c] += merge.share * sums_[begins(merge.token) + c]);
+      }
+    }
+
+    const MergedLayer& of_;
+    int head_;
+    std::vector<float> rounded_;  // [T, d]
+    std::vector<double> sums_;    // [T, d] not rounded
+    std::size_t made_ = 0;        // number of merges
+  };
+
   int row_of(int head) const { return rows_ == 1 ? 0 : head; }
   EvictedAt evicted_of(int row) const {
     const std::size_t tokens = evicted_at_.size() / static_cast<std::size_t>(rows_);
@@ -185,53 +229,12 @@ class MergedLayer final : public EvolvingLayer {
     return uniform(draw) < probability ? 1.0 : 0.0;
   }
 
-  void begin() {
-    query_ = 0;
-    merged_.assign(merges_.size(), 0);
-    layer_->values = widened(view_.tensors().v);
-    layer_->tensors.v = view_of(layer_->values, view_.tensors().v);
-    sums_.assign(layer_->values.begin(), layer_->values.end());
-  }
-
-  /// All merges of a head before `query_` that have not been made.
-  void merge(int head) {
-    const TensorView& v = layer_->tensors.v;
-    const auto dim = static_cast<std::size_t>(v.dim);
-    const EvictedAt evicted = evicted_of(row_of(head));
-    const std::vector<Merge>& all = merges_[static_cast<std::size_t>(head)];
-    const auto sums_of = [&](std::int32_t token) {
-      return std::span(sums_).subspan(
-          (static_cast<std::size_t>(head) * static_cast<std::size_t>(v.tokens) + static_cast<std::size_t>(token)) * dim,
-          dim);
-    };
-    for (std::size_t& next = merged_[static_cast<std::size_t>(head)]; next < all.size() && all[next].step < query_;
-         ++next) {
-      const auto& [step, token, share] = all[next];
-      const std::span<const double> value = sums_of(token);
-      int left = part_.merge;
-      for (std::int32_t j = token + 1; j <= step && left > 0; ++j) {
-        if (!remains(evicted, j, step)) continue;
-        --left;
-        const std::span<double> sum = sums_of(j);
-        const std::span<float> rounded = row_of_values(head, j);
-        for (std::size_t c = 0; c < dim; ++c) rounded[c] = static_cast<float>(sum[c] += share * value[c]);
-      }
-    }
-  }
-
-  std::span<float> row_of_values(int head, std::int32_t token) {
-    return kvreplay::row_of(layer_->values, layer_->tensors.v, head, token);
-  }
-
   const MergedValues part_;
   const LayerView& view_;
   int rows_;
   std::vector<std::int32_t> evicted_at_;    // [rows, T]
   std::vector<std::vector<Merge>> merges_;  // of each KV head, by the step
-  std::unique_ptr<StoredLayer> layer_;
-  std::vector<double> sums_;         // [Hkv, T, d] the values, not rounded
-  std::vector<std::size_t> merged_;  // of each KV head, the number of merges that have been made
-  int query_ = 0;
+  double bytes_ = 0;
 };
 
 /// The sets that are decided once, as an eviction after the last query of the prompt.
@@ -262,9 +265,7 @@ StorePtr MergedValues::store(Positions positions) const {
     return std::make_unique<MergedLayer>(part, view, selection, positions);
   };
   const auto apply = [evolve](const LayerView& view, const KeptSet& kept, const Partner&) {
-    const std::unique_ptr<MergedLayer> layer = evolve(view, evicted_after_prompt(view, kept));
-    layer->before(view.prompt());
-    return layer->release();
+    return evolve(view, evicted_after_prompt(view, kept))->before(view.prompt());
   };
   Store store = evolving_store("store=merged-values", apply, evolve);
   store.needs = all_queries();
