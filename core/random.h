@@ -15,11 +15,14 @@ constexpr std::uint64_t mix(std::uint64_t z) {
   return z ^ (z >> 31);
 }
 
+/// chain(x0, ..., xn, x) where `chain` is chain(x0, ..., xn).
+constexpr std::uint64_t chained(std::uint64_t chain, std::uint64_t x) { return mix(chain ^ x); }
+
 /// chain(x0, x1, ...) = mix(... mix(mix(x0) ^ x1) ^ x2 ...).
 template <class... Rest>
 constexpr std::uint64_t chain(std::uint64_t first, Rest... rest) {
   std::uint64_t state = mix(first);
-  ((state = mix(state ^ static_cast<std::uint64_t>(rest))), ...);
+  ((state = chained(state, static_cast<std::uint64_t>(rest))), ...);
   return state;
 }
 

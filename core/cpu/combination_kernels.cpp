@@ -42,10 +42,43 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
   }
 }
 
+template <int Lists>
+void combine_lists(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out) {
+  const hn::ScalableTag<double> tag;
+  const int lanes = static_cast<int>(hn::Lanes(tag));
+  int i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    hn::Vec<decltype(tag)> first[Lists], second[Lists];
+    for (int list = 0; list < Lists; ++list) first[list] = second[list] = hn::Zero(tag);
+    for (int row = 0; row < count; ++row) {
+      const auto a = hn::LoadU(tag, rows + row * stride + i), b = hn::LoadU(tag, rows + row * stride + i + lanes);
+      for (int list = 0; list < Lists; ++list) {
+        const auto weight = hn::Set(tag, weights[list * count + row]);
+        first[list] = hn::Add(first[list], hn::Mul(weight, a));
+        second[list] = hn::Add(second[list], hn::Mul(weight, b));
+      }
+    }
+    for (int list = 0; list < Lists; ++list) {
+      hn::StoreU(first[list], tag, out + list * std::ptrdiff_t{n} + i);
+      hn::StoreU(second[list], tag, out + list * std::ptrdiff_t{n} + i + lanes);
+    }
+  }
+  for (int list = 0; list < Lists; ++list)
+    combine(weights + list * count, count, rows + i, stride, n - i, out + list * std::ptrdiff_t{n} + i);
+}
+
+void combine_all_lists(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride, int n,
+                       double* out) {
+  for (; lists >= 4; lists -= 4, weights += 4 * count, out += 4 * std::ptrdiff_t{n})
+    combine_lists<4>(weights, count, rows, stride, n, out);
+  for (; lists > 0; --lists, weights += count, out += n) combine(weights, count, rows, stride, n, out);
+}
+
 }  // namespace
 
 const CombinationKernels& combination_table() {
-  static const CombinationKernels table{.doubles = combine<double>, .floats = combine<float>};
+  static const CombinationKernels table{
+      .doubles = combine<double>, .lists_of_doubles = combine_all_lists, .floats = combine<float>};
   return table;
 }
 

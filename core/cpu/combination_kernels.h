@@ -9,6 +9,9 @@ namespace kvreplay {
 /// order of c: the bits do not depend on the SIMD level.
 struct CombinationKernels {
   void (*doubles)(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out);
+  /// The same of several lists of weights, [lists, count] to [lists, n]: each row is read once for four of them.
+  void (*lists_of_doubles)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride,
+                           int n, double* out);
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);
 };
 

@@ -9,8 +9,9 @@
 #include "nearest.h"
 
 namespace kvreplay {
+namespace {
 
-std::vector<SimdLevel> simd_levels() {
+std::vector<SimdLevel> found_levels() {
   std::vector<SimdLevel> levels;
   for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {  // best first
 #if HWY_ARCH_X86
@@ -26,15 +27,23 @@ std::vector<SimdLevel> simd_levels() {
   return levels;
 }
 
-SimdLevel choose_simd_level() {
-  const char* given = std::getenv("KVREPLAY_SIMD");
-  const std::string wanted = given != nullptr ? given : "";
-  const std::vector<SimdLevel> levels = simd_levels();
-  std::vector<std::string> names;
-  std::ranges::transform(levels, std::back_inserter(names), &SimdLevel::name);
-  const auto chosen = wanted.empty() ? levels.begin() : std::ranges::find(levels, wanted, &SimdLevel::name);
-  if (chosen == levels.end())
+}  // namespace
+
+const std::vector<SimdLevel>& simd_levels() {
+  static const std::vector<SimdLevel> levels = found_levels();
+  return levels;
+}
+
+const SimdLevel& choose_simd_level() {
+  const std::vector<SimdLevel>& levels = simd_levels();
+  const char* const wanted = std::getenv("KVREPLAY_SIMD");
+  const bool best = wanted == nullptr || *wanted == '\0';
+  const auto chosen = best ? levels.begin() : std::ranges::find(levels, wanted, &SimdLevel::name);
+  if (chosen == levels.end()) {
+    std::vector<std::string> names;
+    std::ranges::transform(levels, std::back_inserter(names), &SimdLevel::name);
     throw Error{Refusal::usage, "KVREPLAY_SIMD", "unknown SIMD level", nearest(wanted, names), wanted};
+  }
   hwy::GetChosenTarget().Update(chosen->target);
   return *chosen;
 }

@@ -15,10 +15,10 @@ struct SimdLevel {
 };
 
 /// Best first, never empty.
-std::vector<SimdLevel> simd_levels();
+const std::vector<SimdLevel>& simd_levels();
 
 /// The best level, or the one that the environment variable KVREPLAY_SIMD names; from now on Highway's dispatch takes
 /// the kernels of that level. Throws Error{usage} when it names none.
-SimdLevel choose_simd_level();
+const SimdLevel& choose_simd_level();
 
 }  // namespace kvreplay

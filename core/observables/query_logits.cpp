@@ -14,21 +14,32 @@ QueryLogits::QueryLogits(const LayerView& view, int kv_head)
     : view_(view), positions_(view.positions(kv_head).numbers()), keys_(view.keys(), kv_head) {}
 
 void QueryLogits::of(int query_head, std::int32_t position, std::span<double> logits) const {
+  of_each(query_head, std::span(&position, 1), logits);
+}
+
+void QueryLogits::of_each(int query_head, std::span<const std::int32_t> queries, std::span<double> logits) const {
   if (view_.backend().interruption().ended()) return;  // LayerView::on_threads() throws
   const LayerTensors& tensors = view_.tensors();
-  std::vector<double> query(static_cast<std::size_t>(tensors.q.dim));
-  read_row(tensors.q, query_head, stored_query(tensors, position), query);
-  if (view_.residents().place == Positions::cache) {
-    const auto slot = static_cast<std::int32_t>(std::ranges::find(positions_, position) - positions_.begin());
-    rotate(tensors.rope, slot - position, query);
+  const auto dim = static_cast<std::size_t>(tensors.q.dim), count = logits.size() / queries.size();
+  std::vector<double> vectors(queries.size() * dim);
+  for (std::size_t i = 0; i < queries.size(); ++i) {
+    const std::span<double> query = std::span(vectors).subspan(i * dim, dim);
+    read_row(tensors.q, query_head, stored_query(tensors, queries[i]), query);
+    if (view_.residents().place == Positions::cache) {
+      const auto slot = static_cast<std::int32_t>(std::ranges::find(positions_, queries[i]) - positions_.begin());
+      rotate(tensors.rope, slot - queries[i], query);
+    }
   }
-  keys_.with(query, 0, logits);
+  keys_.with_each(vectors, 0, logits);
   const double scale = tensors.softmax_scale, cap = tensors.logit_softcap;
-  const int lowest = tensors.first_visible(position);
-  for (std::size_t j = 0; j < logits.size(); ++j) {
-    logits[j] *= scale;
-    if (cap > 0) logits[j] = cap * std::tanh(logits[j] / cap);
-    if (positions_[j] > position || positions_[j] < lowest) logits[j] = -std::numeric_limits<double>::infinity();
+  for (std::size_t i = 0; i < queries.size(); ++i) {
+    const int lowest = tensors.first_visible(queries[i]);
+    for (std::size_t j = 0; j < count; ++j) {
+      double& logit = logits[i * count + j];
+      logit *= scale;
+      if (cap > 0) logit = cap * std::tanh(logit / cap);
+      if (positions_[j] > queries[i] || positions_[j] < lowest) logit = -std::numeric_limits<double>::infinity();
+    }
   }
 }
 

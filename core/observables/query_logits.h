@@ -20,6 +20,9 @@ class QueryLogits {
   /// tokens that the query does not see. With cache positions the query must be resident.
   void of(int query_head, std::int32_t position, std::span<double> logits) const;
 
+  /// The same of several queries, [positions, n]: in less time than one after the other.
+  void of_each(int query_head, std::span<const std::int32_t> positions, std::span<double> logits) const;
+
   /// Number of resident tokens up to the last one that the query sees.
   int end_of_visible(std::int32_t position) const;
 

@@ -7,7 +7,7 @@ namespace kvreplay {
 VectorProducts::VectorProducts(const Vectors& vectors, int head)
     : count_(vectors.count),
       dim_(vectors.dim),
-      combine_(combination_kernels().doubles),
+      kernels_(combination_kernels()),
       channels_(static_cast<std::size_t>(vectors.count) * static_cast<std::size_t>(vectors.dim)) {
   std::vector<double> vector(static_cast<std::size_t>(dim_));
   for (int i = 0; i < count_; ++i) {
@@ -23,8 +23,13 @@ void VectorProducts::divide(int i, double divisor) {
 }
 
 void VectorProducts::with(std::span<const double> x, int first, std::span<double> products) const {
-  combine_(x.data(), static_cast<int>(x.size()), channels_.data() + first, count_, static_cast<int>(products.size()),
-           products.data());
+  with_each(x, first, products);
+}
+
+void VectorProducts::with_each(std::span<const double> xs, int first, std::span<double> products) const {
+  const int lists = static_cast<int>(xs.size()) / dim_;
+  kernels_.lists_of_doubles(xs.data(), lists, dim_, channels_.data() + first, count_,
+                            static_cast<int>(products.size()) / lists, products.data());
 }
 
 void VectorProducts::read(int i, std::span<double> vector) const {

@@ -1,4 +1,4 @@
-// Inner products of one vector with many, in float64 on this machine.
+// Inner products of vectors with many others, in float64 on this machine.
 #pragma once
 
 #include <span>
@@ -19,12 +19,14 @@ class VectorProducts {
   void divide(int i, double divisor);
   /// <x, vector first + i> for all i < products.size(). Equal vectors have equal products.
   void with(std::span<const double> x, int first, std::span<double> products) const;
+  /// The same of several vectors, [lists, dim] to [lists, n].
+  void with_each(std::span<const double> xs, int first, std::span<double> products) const;
   /// Vector i.
   void read(int i, std::span<double> vector) const;
 
  private:
   int count_, dim_;
-  decltype(CombinationKernels::doubles) combine_;
+  const CombinationKernels& kernels_;
   std::vector<double> channels_;  // [dim, count]
 };
 

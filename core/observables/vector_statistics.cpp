@@ -1,11 +1,13 @@
 #include "observables/vector_statistics.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <limits>
 #include <vector>
 
+#include "cpu/combination_kernels.h"
 #include "parallel.h"
 
 namespace kvreplay {
@@ -101,18 +103,21 @@ void add_products(const double* some, std::size_t dim, double* sums) {
     }
 }
 
-/// x' A x + <b, x> of vectors side by side, [d, lanes], by the upper triangle of A; b may be empty.
-void evaluate(std::span<const double> matrix, std::span<const double> linear, const double* sides, std::size_t dim,
-              double (&values)[lanes]) {
+// Vectors of which a quadratic form is evaluated at once.
+constexpr int form_vectors = 64;
+
+/// x' A x + <b, x> of vectors side by side, [d, form_vectors], by the upper triangle of A; b may be empty.
+void evaluate(const CombinationKernels& kernels, std::span<const double> matrix, std::span<const double> linear,
+              const double* sides, std::size_t dim, std::span<double, form_vectors> values) {
   std::ranges::fill(values, 0.0);
   for (std::size_t r = 0; r < dim; ++r) {
-    double row[lanes] = {};
-    for (std::size_t c = r + 1; c < dim; ++c)
-      for (std::size_t lane = 0; lane < lanes; ++lane) row[lane] += matrix[r * dim + c] * sides[c * lanes + lane];
-    for (std::size_t lane = 0; lane < lanes; ++lane) {
-      const double number = sides[r * lanes + lane];
-      values[lane] += number * (matrix[r * dim + r] * number + 2 * row[lane]);
-      if (!linear.empty()) values[lane] += linear[r] * number;
+    std::array<double, form_vectors> row;
+    kernels.doubles(matrix.data() + r * dim + r + 1, static_cast<int>(dim - r - 1), sides + (r + 1) * form_vectors,
+                    form_vectors, form_vectors, row.data());
+    for (std::size_t i = 0; i < form_vectors; ++i) {
+      const double number = sides[r * form_vectors + i];
+      values[i] += number * (matrix[r * dim + r] * number + 2 * row[i]);
+      if (!linear.empty()) values[i] += linear[r] * number;
     }
   }
 }
@@ -185,20 +190,24 @@ Matrix cosines(const Vectors& vectors, const Matrix& directions, int threads) {
 }
 
 Matrix values_of(const QuadraticForms& forms, const Vectors& vectors, int threads) {
+  const CombinationKernels& kernels = combination_kernels();
   const int rows = forms.matrices.rows(), group = rows / vectors.heads;
   const std::size_t dim = at(vectors.dim);
   Matrix found(rows, vectors.count);
   in_pieces(vectors, 0, vectors.heads, piece_vectors, threads, [&](int head, int begin, int end) {
-    std::vector<double> some(dim * lanes), sides(dim * lanes);
-    for (int i = begin; i < end; i += lanes) {
-      const int count = std::min(lanes, end - i);
-      read_some(vectors, head, i, i + count, forms.centre, some);
-      for (std::size_t lane = 0; lane < lanes; ++lane)
-        for (std::size_t c = 0; c < dim; ++c) sides[c * lanes + lane] = some[lane * dim + c];
+    std::vector<double> some(dim * lanes), sides(dim * form_vectors);
+    std::array<double, form_vectors> values;
+    for (int i = begin; i < end; i += form_vectors) {
+      const int count = std::min(form_vectors, end - i);
+      std::ranges::fill(sides, 0.0);
+      for (int first = 0; first < count; first += lanes) {
+        read_some(vectors, head, i + first, std::min(i + first + lanes, end), forms.centre, some);
+        for (int lane = 0; lane < lanes; ++lane)
+          for (std::size_t c = 0; c < dim; ++c) sides[c * form_vectors + at(first + lane)] = some[at(lane) * dim + c];
+      }
       for (int row = head * group; row < (head + 1) * group; ++row) {
-        double values[lanes];
-        evaluate(forms.matrices.row(row), row_or_none(forms.linear, row), sides.data(), dim, values);
-        std::copy_n(values, count, found.row(row).begin() + i);
+        evaluate(kernels, forms.matrices.row(row), row_or_none(forms.linear, row), sides.data(), dim, values);
+        std::copy_n(values.begin(), count, found.row(row).begin() + i);
       }
     }
   });

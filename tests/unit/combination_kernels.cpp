@@ -46,5 +46,25 @@ TEST(Combinations, AreSumsInOrderAtEverySimdLevel) {
             1);
 }
 
+TEST(Combinations, OfSeveralListsAreThoseOfEach) {
+  testing::at_every_simd_level([](const char* level) {
+    const CombinationKernels& kernels = combination_kernels();
+    for (const int n : {1, 15, 16, 31, 100})
+      for (const int lists : {1, 3, 4, 6, 9}) {
+        constexpr int count = 7;
+        const auto weights = numbers<double>(static_cast<std::size_t>(lists * count), 3);
+        const auto rows = numbers<double>(static_cast<std::size_t>(count * n), 4);
+        std::vector<double> found(static_cast<std::size_t>(lists * n)), alone(static_cast<std::size_t>(n));
+        kernels.lists_of_doubles(weights.data(), lists, count, rows.data(), n, n, found.data());
+        for (int list = 0; list < lists; ++list) {
+          kernels.doubles(weights.data() + list * count, count, rows.data(), n, n, alone.data());
+          for (int i = 0; i < n; ++i)
+            ASSERT_EQ(found[static_cast<std::size_t>(list * n + i)], alone[static_cast<std::size_t>(i)])
+                << level << ", list " << list << " of " << lists << ", n = " << n;
+        }
+      }
+  });
+}
+
 }  // namespace
 }  // namespace kvreplay

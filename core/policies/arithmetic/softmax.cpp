@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+
+#include "cpu/elementary_kernels.h"
 
 namespace kvreplay {
 
@@ -12,8 +15,8 @@ void to_softmax(std::span<double> logits, double sink) {
     std::ranges::fill(logits, 0.0);
     return;
   }
-  double sum = std::exp(sink - most);
-  for (double& logit : logits) sum += logit = std::exp(logit - most);
+  const double sum = std::exp(sink - most) +
+                     elementary_kernels().exponentials(logits.data(), static_cast<std::ptrdiff_t>(logits.size()), most);
   for (double& weight : logits) weight /= sum;
 }
 

@@ -1,10 +1,11 @@
 #include <algorithm>
-#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <span>
 #include <vector>
 
+#include "cpu/elementary_kernels.h"
 #include "observables/query_logits.h"
 #include "policies/arithmetic/softmax.h"
 #include "policies/plan_part.h"
@@ -69,17 +70,26 @@ struct Keyformer {
   }
 
   void accumulate(const LayerView& view, const QueryLogits& logits, int head, std::span<double> sums) const {
+    constexpr std::size_t at_once = 4;
+    const ElementaryKernels& kernels = elementary_kernels();
     const std::span<const std::int32_t> positions = view.positions(head / view.group()).numbers();
-    std::vector<double> all(sums.size());
-    for (const std::int32_t query : view.last_queries(view.residents().seen)) {
-      const std::span<double> row = std::span(all).first(static_cast<std::size_t>(logits.end_of_visible(query)));
-      logits.of(head, query, row);
-      for (std::size_t j = 0; j < row.size(); ++j) {
-        const double u = uniform(chain(seed, view.stored_layer(), head, query, positions[j]));
-        row[j] = (row[j] - std::log(-std::log(u))) / tau;
+    const std::vector<std::int32_t> queries = view.last_queries(view.residents().seen);
+    std::vector<double> rows(at_once * sums.size()), noise(sums.size());
+    for (std::size_t first = 0; first < queries.size(); first += at_once) {
+      const std::span some = std::span(queries).subspan(first, std::min(at_once, queries.size() - first));
+      const auto width = static_cast<std::size_t>(logits.end_of_visible(some.back()));
+      logits.of_each(head, some, std::span(rows).first(some.size() * width));
+      for (std::size_t i = 0; i < some.size(); ++i) {
+        const std::span row =
+            std::span(rows).subspan(i * width, static_cast<std::size_t>(logits.end_of_visible(some[i])));
+        const std::uint64_t of_query = chain(seed, view.stored_layer(), head, some[i]);
+        for (std::size_t j = 0; j < row.size(); ++j)
+          noise[j] = uniform(chained(of_query, static_cast<std::uint64_t>(positions[j])));
+        kernels.gumbel_variates(noise.data(), static_cast<std::ptrdiff_t>(row.size()));
+        for (std::size_t j = 0; j < row.size(); ++j) row[j] = (row[j] + noise[j]) / tau;
+        to_softmax(row);
+        for (std::size_t j = 0; j < row.size(); ++j) sums[j] += row[j];
       }
-      to_softmax(row);
-      for (std::size_t j = 0; j < row.size(); ++j) sums[j] += row[j];
     }
   }
 

@@ -18,25 +18,32 @@ namespace {
 void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std::span<const std::int32_t> queries,
               std::span<double> counts, std::span<double> last) {
   constexpr double above_uniform = 1.0 + 1e-6;
+  constexpr std::size_t at_once = 4;
   const std::span<const std::int32_t> positions = view.positions(kv_head).numbers();
-  std::vector<double> of_head(counts.size()), sum(counts.size());
-  for (const std::int32_t query : queries) {
-    const auto end = static_cast<std::size_t>(logits.end_of_visible(query));
-    const std::span<double> row = std::span(of_head).first(end);
-    std::ranges::fill(sum, 0.0);
+  std::vector<double> of_head(at_once * counts.size()), sums(at_once * counts.size());
+  for (std::size_t first = 0; first < queries.size(); first += at_once) {
+    const std::span some = queries.subspan(first, std::min(at_once, queries.size() - first));
+    const auto width = static_cast<std::size_t>(logits.end_of_visible(some.back()));
+    std::ranges::fill(sums, 0.0);
     for (int head = kv_head * view.group(); head < (kv_head + 1) * view.group(); ++head) {
-      logits.of(head, query, row);
-      to_softmax(row, view.tensors().sink(head));
-      for (std::size_t j = 0; j < end; ++j) sum[j] += row[j];
+      const std::span<double> rows = std::span(of_head).first(some.size() * width);
+      logits.of_each(head, some, rows);
+      for (std::size_t i = 0; i < some.size(); ++i)
+        to_softmax(rows.subspan(i * width, width), view.tensors().sink(head));
+      for (std::size_t j = 0; j < rows.size(); ++j) sums[j] += rows[j];
     }
-    const int lowest = view.tensors().first_visible(query);
-    const auto visible = std::ranges::count_if(positions, [&](std::int32_t j) { return j >= lowest && j <= query; });
-    const double least = above_uniform * view.group() / static_cast<double>(visible);
-    for (std::size_t j = 0; j < end; ++j)
-      if (positions[j] < query && sum[j] > least) {
-        counts[j] += 1;
-        last[j] = query;
-      }
+    for (std::size_t i = 0; i < some.size(); ++i) {
+      const std::int32_t query = some[i];
+      const std::span sum = std::span(sums).subspan(i * width, static_cast<std::size_t>(logits.end_of_visible(query)));
+      const int lowest = view.tensors().first_visible(query);
+      const auto visible = std::ranges::count_if(positions, [&](std::int32_t j) { return j >= lowest && j <= query; });
+      const double least = above_uniform * view.group() / static_cast<double>(visible);
+      for (std::size_t j = 0; j < sum.size(); ++j)
+        if (positions[j] < query && sum[j] > least) {
+          counts[j] += 1;
+          last[j] = query;
+        }
+    }
   }
 }
 
