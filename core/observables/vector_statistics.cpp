@@ -95,12 +95,13 @@ Centre centre_of(const Vectors& vectors, int threads) {
 
 /// The upper triangle of the sum of x x' over some vectors, added to `sums` [d, d].
 void add_products(const double* some, std::size_t dim, double* sums) {
-  for (std::size_t r = 0; r < dim; ++r)
-    for (std::size_t c = r; c < dim; ++c) {
-      double sum = 0;
-      for (std::size_t lane = 0; lane < lanes; ++lane) sum += some[lane * dim + r] * some[lane * dim + c];
-      sums[r * dim + c] += sum;
-    }
+  std::vector<double> row(dim);
+  for (std::size_t r = 0; r < dim; ++r) {
+    std::ranges::fill(row, 0.0);
+    for (std::size_t lane = 0; lane < lanes; ++lane)
+      for (std::size_t c = r; c < dim; ++c) row[c] += some[lane * dim + r] * some[lane * dim + c];
+    for (std::size_t c = r; c < dim; ++c) sums[r * dim + c] += row[c];
+  }
 }
 
 // Vectors of which a quadratic form is evaluated at once.

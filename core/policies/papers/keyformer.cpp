@@ -5,9 +5,8 @@
 #include <span>
 #include <vector>
 
-#include "cpu/elementary_kernels.h"
 #include "observables/query_logits.h"
-#include "policies/arithmetic/softmax.h"
+#include "observables/softmax.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 #include "policies/selectors/top_k.h"
@@ -71,7 +70,6 @@ struct Keyformer {
 
   void accumulate(const LayerView& view, const QueryLogits& logits, int head, std::span<double> sums) const {
     constexpr std::size_t at_once = 4;
-    const ElementaryKernels& kernels = elementary_kernels();
     const std::span<const std::int32_t> positions = view.positions(head / view.group()).numbers();
     const std::vector<std::int32_t> queries = view.last_queries(view.residents().seen);
     std::vector<double> rows(at_once * sums.size()), noise(sums.size());
@@ -85,7 +83,7 @@ struct Keyformer {
         const std::uint64_t of_query = chain(seed, view.stored_layer(), head, some[i]);
         for (std::size_t j = 0; j < row.size(); ++j)
           noise[j] = uniform(chained(of_query, static_cast<std::uint64_t>(positions[j])));
-        kernels.gumbel_variates(noise.data(), static_cast<std::ptrdiff_t>(row.size()));
+        to_gumbel_variates(std::span(noise).first(row.size()));
         for (std::size_t j = 0; j < row.size(); ++j) row[j] = (row[j] + noise[j]) / tau;
         to_softmax(row);
         for (std::size_t j = 0; j < row.size(); ++j) sums[j] += row[j];

@@ -1,8 +1,8 @@
 #include <span>
 #include <vector>
 
+#include "observables/softmax.h"
 #include "policies/arithmetic/ranking.h"
-#include "policies/arithmetic/softmax.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 

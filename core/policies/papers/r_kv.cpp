@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
+#include "observables/softmax.h"
 #include "observables/vector_products.h"
 #include "policies/arithmetic/pooling.h"
-#include "policies/arithmetic/softmax.h"
 #include "policies/plan_part.h"
 #include "policies/policy.h"
 #include "policies/scores/prefix_attention.h"

@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/arithmetic/softmax.h"
+#include "observables/softmax.h"
 #include "policies/plan_part.h"
 
 namespace kvreplay {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "observables/query_logits.h"
-#include "policies/arithmetic/softmax.h"
+#include "observables/softmax.h"
 
 namespace kvreplay {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "observables/query_logits.h"
+#include "observables/softmax.h"
 #include "policies/arithmetic/ranking.h"
-#include "policies/arithmetic/softmax.h"
 
 namespace kvreplay {
 namespace {

@@ -1,4 +1,4 @@
-#include "policies/arithmetic/softmax.h"
+#include "observables/softmax.h"
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +18,10 @@ void to_softmax(std::span<double> logits, double sink) {
   const double sum = std::exp(sink - most) +
                      elementary_kernels().exponentials(logits.data(), static_cast<std::ptrdiff_t>(logits.size()), most);
   for (double& weight : logits) weight /= sum;
+}
+
+void to_gumbel_variates(std::span<double> uniforms) {
+  elementary_kernels().gumbel_variates(uniforms.data(), static_cast<std::ptrdiff_t>(uniforms.size()));
 }
 
 }  // namespace kvreplay
