@@ -83,6 +83,44 @@ def test_tri_attention(names: list[str], folder: Path, tmp_path: Path) -> None:
         assert np.allclose(stats["q_abs_mean"], np.abs(pairs).mean(0), atol=1e-6)
 
 
+def read_by_triattention(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """complex [L,Hq,r] means and [L,Hq,r] mean moduli, as WeianMao/triattention reads them: the metadata that
+    validate_stats_metadata() requires (triattention/common/stats_utils.py at 5bbdcef), then load_head_frequency_stats()
+    (triattention/methods/pruning_utils.py at 092e4dc)."""
+    import torch
+
+    payload = torch.load(path, map_location="cpu")
+    metadata = payload["metadata"]
+    required = {"prompt_template", "use_chat_template", "attn_implementation", "dtype", "rope_style", "rope_type"}
+    assert required <= set(metadata) and not metadata["use_chat_template"]
+    heads = [tuple(one) for one in metadata["sampled_heads"]]
+    assert heads == list(np.ndindex(2, QUERY_HEADS))
+    stats = [payload["stats"][f"layer{layer:02d}_head{head:02d}"] for layer, head in heads]
+    means = [torch.complex(one["q_mean_real"], one["q_mean_imag"]).numpy() for one in stats]
+    moduli = [one["q_abs_mean"].numpy() for one in stats]
+    return tuple(np.reshape(one, (2, QUERY_HEADS, -1)) for one in (means, moduli))
+
+
+@pytest.mark.parametrize("name", ["a", "interleaved"])
+def test_triattention_keeps_the_same_with_the_file(name: str, folder: Path, tmp_path: Path) -> None:
+    """The published score (arXiv:2604.04921) from the statistics of the file, against the policy, which computes them
+    from the prompt."""
+    trace, kept = Trace(folder / f"{name}.h5"), 12
+    means, moduli = read_by_triattention(calibrated("tri-attention", tmp_path / "model.pt", trace.path))
+    run = kv.replay(trace, ["tri-attention:recent=0"], kept, progress=False)
+    offsets = 2.0 ** np.arange(17)
+    for layer, rows in enumerate(run.selection("tri-attention:recent=0", kept).mask()):
+        keys = statistics.Rope.of(trace, layer).before(statistics.keys(trace, layer)).repeat(QUERY_HEADS // KV_HEADS, 0)
+        pairs = keys[..., ::2] + 1j * keys[..., 1::2] if name == "interleaved" else keys[..., :3] + 1j * keys[..., 3:]
+        mean, modulus = means[layer][:, None], moduli[layer][:, None]
+        angles = (P - np.arange(P)[:, None] + offsets)[..., None] * FREQUENCIES[layer]
+        turned = np.cos(angles + np.angle(mean * pairs.conj())[:, :, None]).mean(2)
+        scores = (np.abs(mean) * np.abs(pairs) * turned + (modulus - np.abs(mean)) * np.abs(pairs)).sum(-1)
+        standard = (scores - scores.mean(1, keepdims=True)) / scores.std(1, keepdims=True)
+        best = standard.reshape(KV_HEADS, -1, P).max(1)
+        assert (rows == (best >= np.sort(best, axis=1)[:, [P - kept]])).all()
+
+
 def test_expected_attention(folder: Path, tmp_path: Path) -> None:
     paths = [folder / "a.h5", folder / "b.h5"]
     stats = calibrated("expected-attention", tmp_path / "stats", *paths)
@@ -160,6 +198,26 @@ def test_head_kv(folder: Path, tmp_path: Path) -> None:
     table = calibrated("head-kv", tmp_path / "heads.npy", *paths)
     assert np.load(table)[1, 3] == pytest.approx(np.mean(found["1-3"]))
     kv.replay(paths[0], [f"head-kv:table={table},window=4"], "0.5", progress=False)
+
+
+def read_by_headkv(path: Path, capacity: int, beta: int) -> np.ndarray:
+    """[L,Hq]: tokens of each head beside the observation window, as ReasonSnapKVCluster of FYYFU/HeadKV computes them
+    from the file with `temp=1` (headkv/snapkv_utils.py at 3ec9653)."""
+    with open(path) as file:
+        scores = json.loads(file.readline())
+    means = np.array([np.mean(of_head) for of_head in scores.values()])
+    pool = (capacity // beta) * len(means)
+    return np.rint(means / means.sum() * pool + capacity - capacity // beta).astype(int).reshape(2, QUERY_HEADS)
+
+
+def test_headkv_gives_heads_the_same_tokens_with_the_file(folder: Path, tmp_path: Path) -> None:
+    """HeadKV rounds each head, and head-kv apportions the sum."""
+    paths = [folder / "a.h5", folder / "b.h5"]
+    theirs = read_by_headkv(calibrated("head-kv", tmp_path / "heads.json", *paths), capacity=10, beta=2)
+    table = calibrated("head-kv", tmp_path / "heads.npy", *paths)
+    policy = f"head-kv:table={table},window=4,beta=2,heads=query"
+    ours = kv.replay(paths[0], [policy], 14, progress=False).selection(policy, 14).mask().sum(-1) - 4
+    assert (np.abs(ours - theirs) <= 1).all() and len(set(theirs.flat)) > 3
 
 
 def test_slopes_of_a_hull() -> None:

@@ -69,7 +69,8 @@ def table(traces: Traces, of_layer: Callable[[int], np.ndarray], path: Path) -> 
 
 
 def write_tri_attention(traces: Traces, path: Path) -> None:
-    """The payload of WeianMao/triattention, scripts/calibrate.py (commit c3744ee); sglang/stats_loader.py reads it."""
+    """The payload of WeianMao/triattention, scripts/calibrate.py (commit c3744ee); methods/pruning_utils.py and
+    sglang/stats_loader.py read it, and common/stats_utils.py names the required metadata."""
     import torch
 
     require_all_layers(traces)
@@ -95,6 +96,7 @@ def write_tri_attention(traces: Traces, path: Path) -> None:
         "head_dim": first.head_dim,
         "dtype": first.dtype,
         "use_chat_template": False,
+        "prompt_template": "",
         "system_prompt": "",
         "attn_implementation": "kvreplay",
         "rope_style": "interleaved" if first["/model/rope@style"] == "interleaved" else "half",
