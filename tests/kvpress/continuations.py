@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from cases import LIVE_CASES, RATIOS
+from gguf_model import load_gguf
 
 
 def predicted(
@@ -36,9 +37,7 @@ def main(model_file: Path, folder: Path) -> None:
     with h5py.File(folder / "continued.h5") as trace:
         ids = torch.tensor(trace["tokens/ids"][()], dtype=torch.long)[None]
         prompt = int(trace["tokens"].attrs["prefill"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_file.parent, gguf_file=model_file.name, dtype=torch.float32
-    ).eval()
+    model = load_gguf(model_file)
     model.set_attn_implementation("sdpa")
     found = {"full": predicted(None, model, ids, prompt)[0]}
     for case in LIVE_CASES:

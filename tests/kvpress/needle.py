@@ -12,6 +12,7 @@ import datasets
 import kvpress
 import torch
 import transformers
+from gguf_model import load_gguf
 
 from kvreplay.kvpress import ReplayPress
 
@@ -72,9 +73,8 @@ def evaluate(source: Path, model: Path, folder: Path) -> None:
 def main(gguf: Path, folder: Path, source: str) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    options = {"gguf_file": gguf.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
+    model = load_gguf(gguf)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if source:
         for one in (model, tokenizer):
             one.save_pretrained(folder / "model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,15 @@ MODELS = [
 ]
 
 
+@pytest.fixture(scope="session")
+def table(pytestconfig: pytest.Config) -> Iterator[list[str]]:
+    """Rows that are printed after the tests: the figures of docs/kvpress.md are of one measurement."""
+    rows: list[str] = []
+    yield rows
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", *rows, sep="\n")
+
+
 @pytest.fixture(scope="module", params=MODELS, ids=lambda model: Path(model).stem)
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, in_kvpress: Callable[..., None]
@@ -33,13 +42,17 @@ def found(
 
 @pytest.mark.parametrize("ratio", PRESS_RATIOS)
 @pytest.mark.parametrize("case", PRESS_CASES, ids=lambda case: case.press)
-def test_same_sets_and_predictions(found: dict[str, np.ndarray], case: Case, ratio: float) -> None:
+def test_same_sets_and_predictions(
+    found: dict[str, np.ndarray], case: Case, ratio: float, table: list[str], request: pytest.FixtureRequest
+) -> None:
     name = f"{case.press} {ratio}"
     theirs, ours = (found[f"{name} {whose} kept"] for whose in ("theirs", "ours"))
     same = (theirs & ours).sum(-1) / np.maximum(theirs.sum(-1), ours.sum(-1))
-    assert same.mean() >= LEAST_OVERLAP
     assert theirs.sum() == ours.sum() == int(PRESS_TOKENS * (1 - ratio)) * theirs[..., 0].size
     largest = np.abs(found["full"]).max()
     apart = np.abs(found[f"{name} theirs"] - found[f"{name} ours"]).max() / largest
     effect = np.abs(found[f"{name} theirs"] - found["full"]).max() / largest
+    model = Path(request.node.callspec.params["found"]).stem
+    table.append(f"| {model} | `{case.press}` | {ratio} | {same.mean():.5f} | {apart:.1e} | {effect:.1e} |")
+    assert same.mean() >= LEAST_OVERLAP
     assert apart < ROUNDING and effect > 1000 * ROUNDING, (apart, effect)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 from cases import CASES, QUESTION, RATIOS, THINK
+from gguf_model import load_gguf
 from kvpress.presses import duo_attention_press
 
 
@@ -120,9 +121,7 @@ def main(model_file: Path, folder: Path) -> None:
     transformers.logging.disable_progress_bar()
     with h5py.File(folder / "trace.h5") as trace:
         ids = torch.tensor(trace["tokens/ids"][()], dtype=torch.long)[None]
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_file.parent, gguf_file=model_file.name, dtype=torch.float32
-    ).eval()
+    model = load_gguf(model_file)
     with_tables(folder, ids)
     presses: dict[bool, dict[str, Any]] = {False: {}, True: {}}
     for case in (*CASES, THINK):

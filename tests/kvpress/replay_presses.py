@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from cases import PRESS_CASES, PRESS_RATIOS, PRESS_TOKENS
+from gguf_model import load_gguf
 
 from kvreplay.kvpress import ReplayPress
 
@@ -29,10 +30,7 @@ def loaded(name: str) -> transformers.PreTrainedModel:
         for layer in model.model.layers:  # with weights of 1, the norms of all keys are equal
             torch.nn.init.uniform_(layer.self_attn.k_norm.weight, 0.5, 1.5)
         return model
-    path = Path(name)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    return load_gguf(Path(name))
 
 
 def predicted(press: kvpress.BasePress | None, model: torch.nn.Module, ids: torch.Tensor) -> tuple:
