@@ -64,6 +64,8 @@ CASES = (
     # At these ratios every partition keeps as many: kvpress' equal ranks of partitions have no order.
     Case("LagKVPress(R, lag_size=194)", "lagkv:lag=194"),
     Case("LeverageScorePress(R)", f"leverage:sketch={SKETCH}"),
+    Case("MergingPress(SnapKVPress(R))", f"{SNAPKV},store=merged-similar"),
+    Case("MergingPress(SnapKVPress(R), merge_fraction=0.75)", f"{SNAPKV},store=merged-similar,merge_fraction=0.75"),
     Case("NonCausalAttnPress(R, chunk_size=260)", "compactor:mix=0,sinks=0,recent=0,block=260"),
     Case("ObservedAttentionPress(R)", "observed-attention"),
     Case("PerLayerCompressionPress(KnormPress(), [R - 0.2, R + 0.2] * 15)", "knorm:allocate=list,shares=({counts})"),
@@ -78,8 +80,8 @@ LIVE_PRESSES = (
 )  # fmt: skip
 LIVE_CASES = tuple(case for case in CASES if case.press in LIVE_PRESSES)
 
-# In which ReplayPress stands for the policy; the last has other counts in each head.
-PRESS_CASES = (*LIVE_CASES, *(case for case in CASES if case.press.startswith("AdaKVPress(SnapKV")))
+# In which ReplayPress stands for the policy: merged values, and other counts in each head.
+PRESS_CASES = (*LIVE_CASES, *(case for case in CASES if case.press.startswith(("MergingPress", "AdaKVPress(SnapKV"))))
 PRESS_RATIOS = (0.3, 0.7)
 PRESS_TOKENS = 400  # at these ratios whole chunks
 
@@ -106,7 +108,6 @@ NOT_COMPARED = {
     "KVzapPress": "scores by a trained network",
     "KVzipPress": FURTHER_PASSES,
     "LUKVPress": "reads budgets of heads from a curve that is published for one model",
-    "MergingPress": "keeps the tokens of its inner press; no store merges values in this way",
     "PrefillDecodingPress": "runs one press on the prompt and another during decoding",
     "RandomPress": "draws random numbers of PyTorch",
     "RestoreKVPress": "adds tokens with a trained adapter",

@@ -282,6 +282,9 @@ FURTHER_POLICIES = [
     "cam-one-shot:merge=2,recent=2,schedule=every(7)",
     "cam-one-shot:merge=2,recent=2",
     "cam-one-shot:merge=3,mode=sampled,seed=5",
+    "h2o:store=merged-similar",
+    "h2o:schedule=online,recent=3,store=merged-similar,similarity_threshold=0.2",
+    "knorm:schedule=every(7),store=merged-similar,merge_fraction=0.75",
     "minicache",
     "minicache:gap=0.5,t=0.3",
     "minicache:distance=code,gap=0.2",
@@ -368,6 +371,7 @@ FURTHER_FIXTURE_POLICIES = [
     "minicache",
     "cam:sinks=1,merge=2",
     "cam-one-shot:recent=3",
+    "h2o:recent=3,store=merged-similar,merge_fraction=0.5",
     "quest:page=2,least_pages=1",
 ]
 FURTHER_REAL_POLICIES = [
@@ -390,6 +394,7 @@ FURTHER_REAL_POLICIES = [
     "nacl",
     "cam",
     "cam-one-shot",
+    "snapkv:store=merged-similar",
     "minicache",
     "q-filter",
     "duo-attention:sinks=4,recent=20",

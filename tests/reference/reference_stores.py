@@ -182,6 +182,56 @@ def merged_values(case: Case, base: Selection) -> Selection:
     return dataclasses.replace(base, stored=stored, evolving=values_before if changes else None)
 
 
+def merged_similar(case: Case, base: Selection) -> Selection:
+    """What another policy keeps; each evicted value is merged into the remaining token with the most similar key."""
+    trace = case.trace
+    threshold, fraction = float(case.parameters["similarity_threshold"]), Fraction(case.parameters["merge_fraction"])
+
+    def cosines(keys: np.ndarray, token: int, others: np.ndarray) -> np.ndarray:
+        """By one quotient, and one sum per row: equal cosines of whole numbers are equal."""
+        along = (keys[others] * keys[token]).sum(axis=1)
+        squares = np.maximum((keys**2).sum(axis=1), 1e-12)
+        return np.sign(along) * np.sqrt(along**2 / (squares[token] * squares[others]))
+
+    @functools.cache
+    def merges(layer: int) -> dict[int, list[tuple[int, int, np.ndarray, np.ndarray]]]:
+        """By query: KV head, the token that takes values, the evicted tokens and their cosines."""
+        last, found = last_seen(case, base, trace.treated.index(layer)), {}
+        for t in np.unique(last[last < trace.tokens]):
+            for head, keys in enumerate(trace.layers[layer].k):
+                evicted, remaining = np.flatnonzero(last[head] == t), np.flatnonzero(last[head, : t + 1] > t)
+                if len(evicted) == 0 or len(remaining) == 0:
+                    continue
+                each = np.array([cosines(keys, token, remaining) for token in evicted])
+                best, largest = remaining[each.argmax(axis=1)], each.max(axis=1)
+                ranked = -np.sort(-np.where(largest >= threshold, largest, -np.inf))
+                merging = (largest >= threshold) & (largest >= ranked[int(fraction * (len(evicted) - 1))])
+                for target in np.unique(best[merging]):
+                    which = merging & (best == target)
+                    found.setdefault(int(t), []).append((head, int(target), evicted[which], largest[which]))
+        return found
+
+    def values_before(layer: int, queries: np.ndarray) -> np.ndarray:
+        """[Hkv,E,T,d]; `queries` ascend."""
+        values, states, steps = trace.layers[layer].v.copy(), [], sorted(merges(layer))
+        for query in queries:
+            while steps and steps[0] < query:
+                before = values.copy()
+                for head, target, evicted, cosine in merges(layer)[steps.pop(0)]:
+                    lengths = np.linalg.norm(before[head], axis=1)
+                    weights = cosine * lengths[evicted] / (lengths[evicted] + lengths[target] + 1e-6)
+                    total = before[head, target] + weights @ before[head, evicted]
+                    values[head, target] = total / (1 + weights.sum())
+            states.append(values.copy())
+        return np.stack(states, axis=1)
+
+    def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
+        return trace.layers[layer].k, values_before(layer, np.array([trace.prompt]))[:, 0]
+
+    changes = base.evicted_at is not None or base.seen is not None
+    return dataclasses.replace(base, stored=stored, evolving=values_before if changes else None)
+
+
 # ------------------------------------------------------------------------------------------------------- number formats
 
 
@@ -259,6 +309,7 @@ DEFAULTS = {
     "quantised": {"bits": "2", "group": "32", "residual": "128"},
     "fewer-channels": {"window": "32", "ratio": "0.4", "recent": "32"},
     "merged-values": {"merge": "32", "mode": "expected", "attention": "cumulative", "mean": "receivers", "seed": "0"},
+    "merged-similar": {"similarity_threshold": "0", "merge_fraction": "1"},
     "turboquant": {"bits": "3"},
     "uniform": {"bits": "4"},
 }
@@ -274,6 +325,7 @@ STORES = {
     "quantised": quantised_store,
     "fewer-channels": fewer_channels,
     "merged-values": merged_values,
+    "merged-similar": merged_similar,
 }
 
 

@@ -377,6 +377,7 @@ VALUES_OF_STORES = {
     "quantised": ["group=4,residual=5", "bits=4,group=8,residual=0"],
     "fewer-channels": ["ratio=0.3"],
     "merged-values": ["merge=2", "merge=3,mode=sampled"],
+    "merged-similar": ["", "similarity_threshold=0.1,merge_fraction=0.5"],
     "fp8_e4m3": ["", "scale=head,residual=4", "scale=token", "scale=one,skip_layers=1"],
     "fp8_e5m2": ["scale=head,hadamard=16"],
     "q4_0": ["", "residual=6,hadamard=true"],

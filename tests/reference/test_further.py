@@ -325,6 +325,20 @@ def test_values_of_cam_one_shot() -> None:
     assert changed.stored(0)[0].tolist() == [keys]
 
 
+def test_values_of_merged_similar() -> None:
+    """Token 0 is most like token 3: cosine 0.8, weight 0.8 3/4. Token 1 is most like token 2: 1 and 1/2."""
+    keys, values = [[3.0, 4], [2, 0], [1, 0], [0, 1]], [[3.0, 0], [0, 2], [2, 0], [0, 1]]
+    trace = one_head(np.ones((4, 2)), keys, values)
+    for given, merged in (
+        ("", [[4 / 3, 2 / 3], [1.8 / 1.6, 1 / 1.6]]),
+        (",similarity_threshold=0.9", [[4 / 3, 2 / 3], [0, 1]]),
+        (",merge_fraction=0.5", [[4 / 3, 2 / 3], [0, 1]]),
+    ):
+        changed = chosen(trace, f"local:store=merged-similar{given}", "2")
+        np.testing.assert_allclose(changed.stored(0)[1][0, 2:], merged, rtol=1e-6)
+        assert changed.stored(0)[0].tolist() == [keys]
+
+
 def test_directions_of_minicache() -> None:
     trace = one_head(np.ones((4, 2)), np.ones((4, 2)), n_layers=4)
     for index, keys in ((2, [[2.0, 0], [1, 0], [1, 0], [3, 0]]), (3, [[0.0, 5], [1, 0], [1, 1], [-1, 1]])):

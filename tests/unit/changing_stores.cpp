@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
+#include <map>
 #include <numeric>
 
 #include "attention_reference.h"
@@ -11,6 +13,7 @@
 #include "float_types.h"
 #include "policies/selection.h"
 #include "policies/stores/fewer_channels.h"
+#include "policies/stores/merged_similar.h"
 #include "policies/stores/merged_values.h"
 #include "policies/text/configured.h"
 
@@ -207,6 +210,97 @@ TEST(EvolvingValues, OfEvenAttentionByHand) {
     EXPECT_EQ(evolving->before(0)->values, numbers) << "queries may come in any order";
     EXPECT_EQ(evolving->before(3)->values, (Values{1, 10.5, 100.5, 1000}));
   }
+}
+
+/// Of each evicted token: its target and the cosine of their keys, token by token as the definition reads.
+std::map<int, std::pair<int, double>> most_similar(const RandomLayer& layer, int head, const std::vector<int>& held) {
+  const auto cosine = [&](int i, int j) {
+    const std::vector<double> a = layer.k.row(head, i), b = layer.k.row(head, j);
+    const auto product = [](const auto& x, const auto& y) {
+      return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
+    };
+    return product(a, b) / std::sqrt(product(a, a) * product(b, b));
+  };
+  std::map<int, std::pair<int, double>> found;
+  for (int i = 0; i < prompt; ++i) {
+    if (std::ranges::binary_search(held, i)) continue;
+    const int target = std::ranges::max(held, {}, [&](int j) { return cosine(i, j); });
+    found[i] = {target, cosine(i, target)};
+  }
+  return found;
+}
+
+TEST_F(Merged, IntoTheMostSimilarKeys) {
+  const std::pair<MergedSimilar, std::array<int, 2>> cases[] = {// the most of each head's 17 and 18 tokens that merge
+                                                                {{}, {17, 18}},
+                                                                {{.merge_fraction = 0.3}, {5, 6}},
+                                                                {{.similarity_threshold = 0.4}, {17, 18}},
+                                                                {{.similarity_threshold = 1}, {0, 0}}};
+  for (const auto& [part, most] : cases) {
+    const std::unique_ptr<StoredLayer> result = stored(part.store(), kept());
+    for (const int head : {0, 1}) {
+      const std::vector<int>& of_head = held[static_cast<std::size_t>(head)];
+      const auto targets = most_similar(layer, head, of_head);
+      std::vector<double> cosines;
+      for (const auto& [_, target] : targets) cosines.push_back(target.second);
+      std::ranges::sort(cosines, std::greater());
+      const auto length = [&](int j) {
+        const std::vector<double> v = layer.v.row(head, j);
+        return std::sqrt(std::inner_product(v.begin(), v.end(), v.begin(), 0.0));
+      };
+      const int merging = most[static_cast<std::size_t>(head)];
+      int merged = 0;
+      for (int j = 0; j < 33; ++j) {
+        std::vector<double> sum = layer.v.row(head, j);
+        double weights = 1;
+        for (const auto& [i, target] : targets) {
+          const double cosine = target.second;
+          if (target.first != j || cosine < part.similarity_threshold) continue;
+          if (merging < static_cast<int>(cosines.size()) && cosine < cosines[static_cast<std::size_t>(merging) - 1])
+            continue;
+          const double weight = cosine * length(i) / (length(i) + length(j) + 1e-6);
+          weights += weight;
+          for (int c = 0; c < 8; ++c) sum[static_cast<std::size_t>(c)] += weight * layer.v.at(head, i, c);
+          ++merged;
+        }
+        for (int c = 0; c < 8; ++c) {
+          EXPECT_NEAR(value(*result, head, j, c), sum[static_cast<std::size_t>(c)] / weights, 1e-6)
+              << head << ", " << j;
+          EXPECT_EQ(key(*result, head, j, c), layer.k.at(head, j, c));
+        }
+      }
+      EXPECT_LE(merged, merging);
+      EXPECT_EQ(merged > 0, part.similarity_threshold < 1);
+    }
+    EXPECT_EQ(result->bytes, (8 + 7) * 16 * 2.0);
+  }
+}
+
+/// Four tokens of one head with keys of one number: evicted values merge at the step at which they are evicted, and a
+/// merged value merges on. The weights are 1 |v_e| / (|v_e| + |v_j|).
+TEST(EvolvingValues, OfSimilarKeysByHand) {
+  const std::vector<float> queries(4), keys{1, 2, 3, 4}, values{3, 1, 2, 8};
+  const auto view_of_numbers = [](const std::vector<float>& all) {
+    return TensorView{
+        .data = reinterpret_cast<const std::byte*>(all.data()), .heads = 1, .tokens = 4, .dim = 1, .stride = 0};
+  };
+  const LayerTensors tensors{.q = view_of_numbers(queries),
+                             .k = view_of_numbers(keys),
+                             .v = view_of_numbers(values),
+                             .query_positions = {},
+                             .rope = {}};
+  const auto backend = make_backend("cpu", 1);
+  const LayerView layer(*backend, tensors, {.prompt = 3}, {});
+  LayerSelection selection = empty_selection(layer, Heads::kv);
+  selection.evicted_at = {2, 3, -1, -1};
+  const auto evolving = MergedSimilar{}.store()->evolve(layer, selection);
+  EXPECT_EQ(evolving->before(2)->values, values);
+  // All cosines are 1, and the first of equal keys is the target: (1 + 3/4 3) / (1 + 3/4).
+  EXPECT_NEAR(evolving->before(3)->values[1], 13.0 / 7, 1e-6);
+  // Then 13/7 into 2, with the weight 13/27: (2 + 13/27 13/7) / (1 + 13/27).
+  EXPECT_NEAR(evolving->before(4)->values[2], (2 + 169.0 / 189) / (40.0 / 27), 1e-6);
+  EXPECT_EQ(evolving->before(4)->values[3], 8);
+  EXPECT_EQ(evolving->before(0)->values, values) << "queries may come in any order";
 }
 
 class MiniCached : public ChangingStore {

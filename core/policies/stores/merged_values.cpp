@@ -6,10 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "float_types.h"
 #include "policies/plan_part.h"
-#include "policies/selection.h"
-#include "policies/stores/stores.h"
+#include "policies/stores/merging_layer.h"
 #include "random.h"
 
 namespace kvreplay {
@@ -40,14 +38,6 @@ struct Merge {
   std::int32_t token = 0;
   double share = 0;
 };
-
-/// [T] of one row: the query after which each token is evicted, -1 never.
-using EvictedAt = std::span<const std::int32_t>;
-
-bool remains(EvictedAt evicted, std::int32_t token, std::int32_t step) {
-  const std::int32_t at = evicted[static_cast<std::size_t>(token)];
-  return at < 0 || at > step;
-}
 
 /// Attention over the resident tokens, from one eviction to the next.
 class ResidentAttention {
@@ -92,110 +82,37 @@ class ResidentAttention {
   Matrix received_;  // [Hq, n]
 };
 
-class MergedLayer final : public EvolvingLayer {
+class MergedLayer final : public MergingLayer {
  public:
   MergedLayer(const MergedValues& part, const LayerView& view, const LayerSelection& selection, Positions positions)
-      : part_(part),
-        view_(view),
-        rows_(selection.set.rows()),
-        evicted_at_(selection.evicted_at),
-        merges_(static_cast<std::size_t>(view.kv_heads())) {
+      : MergingLayer(view, selection), part_(part), merges_(static_cast<std::size_t>(view.kv_heads())) {
     find_merges(positions);
-    for (int head = 0; head < view.kv_heads(); ++head)
-      bytes_ +=
-          static_cast<double>(selection.set.count(row_of(head))) * static_cast<double>(view.tensors().token_bytes());
-  }
-
-  std::unique_ptr<StoredLayer> before(int query) const override {
-    std::unique_ptr<StoredLayer> layer = exact_copy(view_);
-    layer->tensors.k = view_.tensors().k;  // the same numbers, which need not be compared
-    layer->bytes = bytes_;
-    view_.on_threads(merges_.size(), [&](std::size_t head) {
-      const Reader before = of_head(static_cast<int>(head));
-      const std::span<const float> values = before(query);
-      std::ranges::copy(values, layer->values.begin() + static_cast<std::ptrdiff_t>(head * values.size()));
-    });
-    return layer;
-  }
-
-  Reader of_head(int kv_head) const override {
-    return [merged = MergedHead(*this, kv_head)](int query) mutable { return merged.before(query); };
   }
 
  private:
-  /// The values of a KV head, merged up to some query.
-  class MergedHead {
-   public:
-    MergedHead(const MergedLayer& of, int head) : of_(of), head_(head) {
-      TensorView values = of.view_.tensors().v;
-      values.data = values.row(head, 0);
-      values.heads = 1;
-      rounded_ = widened(values);
-      sums_.assign(rounded_.begin(), rounded_.end());
-    }
-
-    std::span<const float> before(int query) {
-      const std::vector<Merge>& all = of_.merges_[static_cast<std::size_t>(head_)];
-      for (; made_ < all.size() && all[made_].step < query; ++made_) make(all[made_]);
-      return rounded_;
-    }
-
-   private:
-    void make(const Merge& merge) {
-      const EvictedAt evicted = of_.evicted_of(of_.row_of(head_));
-      const auto dim = static_cast<std::size_t>(of_.view_.tensors().v.dim);
-      const auto begins = [&](std::int32_t token) { return static_cast<std::size_t>(token) * dim; };
-      int left = of_.part_.merge;
-      for (std::int32_t j = merge.token + 1; j <= merge.step && left > 0; ++j) {
-        if (!remains(evicted, j, merge.step)) continue;
-        --left;
-        for (std::size_t c = 0; c < dim; ++c)
-          rounded_[begins(j) + c] =
-              static_cast<float>(sums_[begins(j) + c] += merge.share * sums_[begins(merge.token) + c]);
-      }
-    }
-
-    const MergedLayer& of_;
-    int head_;
-    std::vector<float> rounded_;  // [T, d]
-    std::vector<double> sums_;    // [T, d] not rounded
-    std::size_t made_ = 0;        // number of merges
-  };
-
-  int row_of(int head) const { return rows_ == 1 ? 0 : head; }
-  EvictedAt evicted_of(int row) const {
-    const std::size_t tokens = evicted_at_.size() / static_cast<std::size_t>(rows_);
-    return EvictedAt(evicted_at_).subspan(static_cast<std::size_t>(row) * tokens, tokens);
-  }
-
   void find_merges(Positions positions) {
-    std::vector<std::int32_t> steps(evicted_at_);
-    std::erase(steps, -1);
-    std::ranges::sort(steps);
-    const auto repeated = std::ranges::unique(steps);
-    steps.erase(repeated.begin(), repeated.end());
-    ResidentAttention attention(view_, part_.attention, positions);
-    std::vector<std::vector<std::int32_t>> resident(static_cast<std::size_t>(rows_));
+    ResidentAttention attention(view(), part_.attention, positions);
+    std::vector<std::vector<std::int32_t>> resident(static_cast<std::size_t>(rows()));
     std::int32_t first = 0;
-    for (const std::int32_t step : steps) {
+    for (const std::int32_t step : steps()) {
       for (std::vector<std::int32_t>& row : resident)
         for (std::int32_t j = first; j <= step; ++j) row.push_back(j);
       first = step + 1;
       const Matrix of_heads = attention.at(step, resident);
-      for (int head = 0; head < view_.kv_heads(); ++head)
+      for (int head = 0; head < view().kv_heads(); ++head)
         add_merges(step, head, resident[static_cast<std::size_t>(row_of(head))], of_heads.row(head));
-      if (step != steps.back()) evict(step, resident, attention);
+      if (step != steps().back()) evict(step, resident, attention);
     }
   }
 
   void evict(std::int32_t step, std::vector<std::vector<std::int32_t>>& resident, ResidentAttention& attention) const {
     std::vector<std::vector<int>> columns;
-    for (int row = 0; row < rows_; ++row) {
+    for (int row = 0; row < rows(); ++row) {
       std::vector<std::int32_t>& tokens = resident[static_cast<std::size_t>(row)];
       std::vector<int>& remaining = columns.emplace_back();
       for (std::size_t i = 0; i < tokens.size(); ++i)
-        if (remains(evicted_of(row), tokens[i], step)) remaining.push_back(static_cast<int>(i));
-      std::erase_if(tokens, [&](std::int32_t token) { return !remains(evicted_of(row), token, step); });
+        if (remains(row, tokens[i], step)) remaining.push_back(static_cast<int>(i));
+      std::erase_if(tokens, [&](std::int32_t token) { return !remains(row, token, step); });
     }
     attention.evict(columns);
   }
@@ -205,7 +122,7 @@ class MergedLayer final : public EvolvingLayer {
                   std::span<const double> attention) {
     std::vector<double> later;  // attention to the tokens that remain, the last one first
     for (std::size_t i = resident.size(); i-- > 0;) {
-      if (remains(evicted_of(row_of(head)), resident[i], step)) {
+      if (remains(row_of(head), resident[i], step)) {
         later.push_back(attention[i]);
         continue;
       }
@@ -214,7 +131,7 @@ class MergedLayer final : public EvolvingLayer {
       const std::span<const double> compared =
           part_.mean == Mean::later ? std::span(later) : std::span(later).last(receivers);
       const double share =
-          merged_share(attention[i], compared, chain(part_.seed, view_.stored_layer(), head, resident[i]));
+          merged_share(attention[i], compared, chain(part_.seed, view().stored_layer(), head, resident[i]));
       if (share > 0)
         merges_[static_cast<std::size_t>(head)].push_back({step, resident[i], share / static_cast<double>(receivers)});
     }
@@ -229,23 +146,24 @@ class MergedLayer final : public EvolvingLayer {
     return uniform(draw) < probability ? 1.0 : 0.0;
   }
 
-  const MergedValues part_;
-  const LayerView& view_;
-  int rows_;
-  std::vector<std::int32_t> evicted_at_;    // [rows, T]
-  std::vector<std::vector<Merge>> merges_;  // of each KV head, by the step
-  double bytes_ = 0;
-};
+  void merge(int head, std::int32_t step, HeadValues& values) const override {
+    for (const auto& [_, token, share] :
+         std::ranges::equal_range(merges_[static_cast<std::size_t>(head)], step, {}, &Merge::step)) {
+      const std::span<const double> evicted = values.of(token);
+      int left = part_.merge;
+      for (std::int32_t j = token + 1; j <= step && left > 0; ++j) {
+        if (!remains(row_of(head), j, step)) continue;
+        --left;
+        const std::span<double> sum = values.of(j);
+        for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += share * evicted[c];
+        values.round(j);
+      }
+    }
+  }
 
-/// The sets that are decided once, as an eviction after the last query of the prompt.
-LayerSelection evicted_after_prompt(const LayerView& view, const KeptSet& kept) {
-  LayerSelection selection;
-  selection.set = kept;
-  for (int row = 0; row < kept.rows(); ++row)
-    for (int j = 0; j < view.tensors().k.tokens; ++j)
-      selection.evicted_at.push_back(j < view.prompt() && !kept.keeps(row, j) ? view.prompt() - 1 : -1);
-  return selection;
-}
+  const MergedValues part_;
+  std::vector<std::vector<Merge>> merges_;  // of each KV head, by the step
+};
 
 }  // namespace
 
@@ -261,13 +179,10 @@ void MergedValues::parameters(Parameters& p) {
 }
 
 StorePtr MergedValues::store(Positions positions) const {
-  const auto evolve = [part = *this, positions](const LayerView& view, const LayerSelection& selection) {
-    return std::make_unique<MergedLayer>(part, view, selection, positions);
-  };
-  const auto apply = [evolve](const LayerView& view, const KeptSet& kept, const Partner&) {
-    return evolve(view, evicted_after_prompt(view, kept))->before(view.prompt());
-  };
-  Store store = evolving_store("store=merged-values", apply, evolve);
+  Store store = merging_store("store=merged-values",
+                              [part = *this, positions](const LayerView& view, const LayerSelection& selection) {
+                                return std::make_unique<MergedLayer>(part, view, selection, positions);
+                              });
   store.needs = all_queries();
   store.moves_tokens = positions == Positions::cache;
   return std::make_shared<const Store>(std::move(store));
