@@ -78,6 +78,8 @@ inline std::vector<std::string> all_policies() {
            "h2o-online:recent=3,store=merged-values,merge=2,attention=current",
            "snapkv:window=3,schedule=every(16),store=merged-values,merge=4,mean=later",
            "snapkv:window=3,store=merged-similar",
+           "snapkv:window=3,schedule=decoding(4)",
+           "h2o:schedule=decoding(2),store=cache",
            "h2o-online:recent=3,store=merged-similar,similarity_threshold=0.1",
            "chunkkv:chunk=5,schedule=every(16),store=merged-similar,merge_fraction=0.6",
            "minicache:t=0.2,distance=code,gap=0.3",

@@ -43,6 +43,7 @@ std::string sized(const std::string& part) {
   static const std::map<std::string, std::string> values{
       {"schedule=every", "schedule=every(7)"},
       {"schedule=threshold", "schedule=threshold(20,9)"},
+      {"schedule=decoding", "schedule=decoding(2)"},
       {"schedule=question-blocks", "schedule=question-blocks(9),question=last,question_tokens=3"},
       {"select=chunks", "select=chunks,chunk=5"},
       {"store=quantised", "store=quantised,group=4,residual=4"},

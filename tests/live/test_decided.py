@@ -22,7 +22,7 @@ from kvreplay.live.cells import LiveCell, cells_of, evicted
 from kvreplay.live.decided import Replayed, _Recording, decide, decided_live
 from kvreplay.results import Run, TraceFacts
 
-SCHEDULES = ("every(16)", "threshold(0.6,0.3)", "rolling")
+SCHEDULES = ("every(16)", "threshold(0.6,0.3)", "decoding(3)", "generated(4,3)", "rolling")
 NEEDS_A_VALUE = {"dms", "head-kv"}
 FEW = (
     "h2o:recent=4,schedule=every(16)", "knorm:schedule=every(16)", "knorm:schedule=threshold(0.6,0.3)",

@@ -421,7 +421,7 @@ RULES = {
 
 # -------------------------------------------------------------------------------------------------------------- rounds
 
-SCHEDULES = ("every", "threshold", "generated", "question-blocks")
+SCHEDULES = ("every", "threshold", "decoding", "generated", "question-blocks")
 
 
 def spared(case: Case) -> int:
@@ -440,6 +440,11 @@ def rounds(case: Case) -> Iterator[tuple[int, int, int]]:
         keep, interval = map(int, arguments)
         ends = range(case.trace.prompt + interval, case.trace.tokens + 1, interval)
         yield from ((end - 1, keep, case.trace.prompt + keep) for end in ends)
+        return
+    if name == "decoding":
+        for end in range(case.trace.prompt, case.trace.tokens + 1, int(arguments[0])):
+            seen = end if case.literal.endswith("@seen") else case.trace.prompt
+            yield end - 1, *[budget_tokens(case.literal, seen)] * 2
         return
     size, context = int(arguments[0]), case.trace.prompt - spared(case)
     for end in [*range(size, context, size), context]:

@@ -114,14 +114,14 @@ class Setting:
 LONG = Setting(
     "long",
     "60",
-    {"every": "(16)", "threshold": "(80,60)", "generated": "(6,4)", "question-blocks": "(16)"},
+    {"every": "(16)", "threshold": "(80,60)", "decoding": "(4)", "generated": "(6,4)", "question-blocks": "(16)"},
     {"head-kv": "table={folder}/long.npy", "random-twin": "of=(h2o)", "dms": "base=(knorm),threshold=-2.5,recent=20"}
     | {"oracle-top-p": "p=0.9"},
 )
 SHORT = Setting(
     "short",
     "19",
-    {"every": "(7)", "threshold": "(23,14)", "generated": "(3,2)", "question-blocks": "(4)"},
+    {"every": "(7)", "threshold": "(23,14)", "decoding": "(2)", "generated": "(3,2)", "question-blocks": "(4)"},
     {
         "random": "seed=3,sinks=1,window=2",
         "random-twin": "of=(snapkv:window=3,kernel=3,heads=query,sinks=2),seed=3",
@@ -304,7 +304,7 @@ def test_an_order_of_scores_needs_scores(policy: str) -> None:
         for policy in setting.policies()
         for schedule in schedules_of(policy)
         if setting not in WHOLE_PROMPT or schedule == "threshold"
-        if not setting.budget.endswith("@seen") or schedule in ("every", "threshold", "online")
+        if not setting.budget.endswith("@seen") or schedule in ("every", "threshold", "decoding", "online")
         if setting is not BY_QUERY_HEAD or schedule in SCHEDULES
         if setting.takes(policy, schedule)
     ],

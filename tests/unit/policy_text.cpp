@@ -450,7 +450,7 @@ TEST(EngineRules, AreMadeOfParts) {
   const auto around = [](const char* engine, const char* policy) { return EngineRules::named(engine).around(policy); };
   EXPECT_EQ(around("vllm", "h2o"), "h2o:select=chunks,chunk=16,window_mode=whole,heads=kv");
   EXPECT_EQ(around("openvino", "snapkv:window=4"),
-            "snapkv:window=4,select=chunks,chunk=32,window_mode=whole,heads=layer");
+            "snapkv:window=4,select=chunks,chunk=32,window_mode=whole,heads=layer,schedule=decoding(32)");
   EXPECT_EQ(around("sglang", "knorm"), "knorm:select=chunks,chunk=16,window_mode=whole,heads=layer,share=pooled");
   EXPECT_EQ(around("trtllm", "knorm"), "knorm:schedule=generated");
   EXPECT_EQ(around("trtllm", "snapkv:window=4"), "snapkv:window=4,schedule=generated");

@@ -21,6 +21,9 @@ struct Threshold {
   SchedulePtr schedule() const;
 };
 
+/// Evicts down to B after the prompt, and after every `interval` of the tokens that follow.
+SchedulePtr while_decoding(int interval);
+
 /// Keeps the prompt, and evicts down to `keep` of the tokens after it after every `interval` of them. Ignores the
 /// budget.
 SchedulePtr after_generated(int keep, int interval);

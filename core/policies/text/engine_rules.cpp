@@ -11,8 +11,12 @@ namespace {
 using Pages = Structure::Pages;
 
 const EngineRules engines[] = {
-    // openvino.genai, cache_eviction.hpp: blocks of 32 tokens on the CPU, one set of blocks per layer.
-    {"openvino", Structure{.page = 32, .heads = Pages::layer}, "", {.sinks = 32, .recent = Amount::tokens(128)}},
+    // openvino.genai, cache_eviction.hpp: blocks of 32 tokens on the CPU, one set of blocks per layer; after the prompt
+    // one block is evicted for each that is filled.
+    {"openvino",
+     Structure{.page = 32, .heads = Pages::layer},
+     "schedule=decoding(32)",
+     {.sinks = 32, .recent = Amount::tokens(128)}},
     // SGLang, sparsity/policies, ChunkKV: pages of all heads, scores summed over layers; the last 4 pages are read.
     {"sglang", Structure{.page = 16, .heads = Pages::layer}, "share=pooled", {.recent = Amount::tokens(64)}},
     // TensorRT-LLM, triattention.py: tokens, at most 2048 generated ones, every 128.
