@@ -235,6 +235,10 @@ void Parameters::adopt_all(const std::string& prefix, const Parameters& others) 
   for (const Parameter& parameter : others.all()) adopt(prefix, parameter);
 }
 
+void Parameters::add_to_preset(std::string_view name, std::string parameter, std::string value) {
+  std::ranges::find(presets_, name, &Preset::name)->values.emplace_back(std::move(parameter), std::move(value));
+}
+
 void Parameters::set(std::string_view name, std::string_view text) {
   if (name == "preset" && !presets_.empty()) {
     std::vector<std::string> names;

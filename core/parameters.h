@@ -141,6 +141,8 @@ class Parameters {
   OfPart of_part(std::string part) { return {*this, std::move(part)}; }
 
   void preset(Preset preset) { presets_.push_back(std::move(preset)); }
+  /// Adds a value to a declared preset.
+  void add_to_preset(std::string_view name, std::string parameter, std::string value);
 
   /// Sets a parameter, or with the name "preset" a bundle of them. Throws Error{usage} with the nearest name.
   void set(std::string_view name, std::string_view text);

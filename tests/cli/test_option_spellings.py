@@ -145,15 +145,16 @@ def test_lines_fit_the_terminal(words: list[str], traces: Path) -> None:
     assert lines and max(map(len, lines)) <= 80
 
 
-def test_a_press_of_kvpress_has_a_note_on_its_defaults(traces: Path, tmp_path: Path) -> None:
+def test_a_press_of_kvpress_has_a_note(traces: Path, tmp_path: Path) -> None:
     def noted(policy: str) -> str:
         answer = kvreplay("replay", traces / "fixture.h5", "-p", policy, "-b", "6", "-o", "out", folder=tmp_path)
         assert answer.code == 0
         return answer.err
 
-    assert "use snapkv:preset=kvpress for those of kvpress\n" in noted("SnapKVPress")
-    assert "KnormPress is knorm with its own defaults; docs/kvpress.md" in noted("KnormPress")
-    assert "defaults" not in noted("SnapKV")
+    assert "kvreplay: SnapKVPress is snapkv:preset=kvpress; docs/kvpress.md" in noted("SnapKVPress")
+    assert "kvreplay: SnapKVPress is snapkv:preset=kvpress; docs/kvpress.md" in noted("SnapKVPress:kernel=3")
+    assert "kvreplay: KnormPress is knorm; docs/kvpress.md" in noted("KnormPress")
+    assert "kvpress" not in noted("SnapKV")
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mine.py", "expected mine.py:NAME"), ("mine.so", "expected --plugin")])

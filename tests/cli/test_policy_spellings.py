@@ -35,7 +35,7 @@ def test_spellings_in_parameters_and_exclusions(traces: Path, tmp_path: Path) ->
         traces / "fixture.h5", "-p", "random-twin:of=(SnapKVPress:window=2),H2O:recent=3,TOVA", "-b", "6",
         "--exclude", "TOVAPress", folder=tmp_path
     )  # fmt: skip
-    assert plan["policies"] == ["random-twin:of=(snapkv:window=2)", "h2o:recent=3"]
+    assert plan["policies"] == ["random-twin:of=(snapkv:window=2,kernel=5,pool=avg)", "h2o:recent=3"]
 
 
 def test_a_misspelt_policy_names_the_nearest(tmp_path: Path) -> None:

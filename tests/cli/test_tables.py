@@ -335,7 +335,7 @@ def test_show_accepts_the_names_of_replay(tmp_path: Path) -> None:
         "    return -view.key_norms().repeat(view.group, axis=0)\n"
     )
     spellings = ["H2O", "SnapKVPress:window=4", "mine.py:least_norm"]
-    names = ["h2o", "snapkv:window=4", "least_norm"]
+    names = ["h2o", "snapkv:window=4,kernel=5,pool=avg", "least_norm"]
     for policy in spellings:
         answer = kvreplay("replay", "t.h5", "-p", policy, "-b", "6", folder=tmp_path, env=WITH_PYTHON)
         assert answer.code == 0, answer

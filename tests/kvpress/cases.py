@@ -13,7 +13,7 @@ RATIOS = (0.3, 0.5, 0.7)  # kvpress' compression ratio: the share of tokens that
 # kvpress pads a short last block, and the padding takes part in its softmax.
 TOKENS = 780
 QUESTION = 64  # last tokens, FinchPress' window
-SKETCH = 48
+SKETCH = 48  # of CompactorPress and LeverageScorePress
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ CASES = (
     Case("CapPress(R)", "cap-kv"),
     Case("DMSPress(KeyDiffPress(), threshold=-R)", "dms:base=(keydiff),threshold=-{ratio}"),
     Case("CapPress(R, tau=2.0, n_sink=8, n_future_positions=64)", "cap-kv:tau=2,sinks=8,future=64"),
-    Case("CompactorPress(R)", f"compactor:sketch={SKETCH}"),
+    Case("CompactorPress(R)", "compactor:preset=kvpress"),
     Case("CriticalKVPress(SnapKVPress(R))", f"critical-kv:base=({SNAPKV})"),
     Case("CriticalKVPress(ExpectedAttentionPress(R, use_vnorm=False))", "critical-kv"),
     Case("CriticalKVPress(ObservedAttentionPress(R))", "critical-kv:base=observed-attention"),
     Case("CriticalKVPress(KnormPress(R))", "critical-kv:base=knorm"),
-    Case("TOVAPress(R)", "tova:protect_last=true"),
+    Case("TOVAPress(R)", "tova:preset=kvpress"),
     Case("SnapKVPress(R)", SNAPKV),
     Case("SnapKVPress(R, window_size=32, kernel_size=7)", "snapkv:window=32,kernel=7,pool=avg"),
     Case("KeyDiffPress(R)", "keydiff"),
@@ -49,7 +49,7 @@ CASES = (
     Case("AdaKVPress(ExpectedAttentionPress(R), alpha_safeguard=0)", "expected-attention:allocate=ranked-layer"),
     Case("BlockPress(KeyDiffPress(R), block_size=78)", "keydiff:schedule=every(78)"),
     Case("ChunkKVPress(SnapKVPress(R))", f"{SNAPKV},heads=layer,{CHUNKS}"),
-    Case("ChunkKVPress(SnapKVPress(R, kernel_size=1))", "chunkkv:window=64,chunk=20,window_mode=whole"),
+    Case("ChunkKVPress(SnapKVPress(R, kernel_size=1))", "chunkkv:preset=kvpress"),
     Case("ChunkKVPress(ExpectedAttentionPress(R, n_sink=20))", f"expected-attention:sinks=20,heads=layer,{CHUNKS}"),
     Case("ChunkKVPress(KnormPress(R))", f"knorm:heads=layer,{CHUNKS}"),
     Case("CURPress(R)", "cur"),
@@ -58,12 +58,12 @@ CASES = (
     Case("CURPress(R, leverage_type='kv_avg')", "cur:use=avg"),
     Case("DuoAttentionPress(R, on_the_fly_scoring=True)", "duo-attention:full_heads={keep}"),
     Case("DuoAttentionPress(R)", "duo-attention:full_heads={keep},table={folder}/roles.npy"),
-    Case("FinchPress(R)", f"finch:heads=kv,blocks=1024,question=last,question_tokens={QUESTION}"),
+    Case("FinchPress(R)", f"finch:preset=kvpress,question=last,question_tokens={QUESTION}"),
     Case("KeyRerotationPress(SnapKVPress(R))", f"{SNAPKV},store=cache"),
     Case("KnormPress(R)", "knorm"),
     # At these ratios every partition keeps as many: kvpress' equal ranks of partitions have no order.
     Case("LagKVPress(R, lag_size=194)", "lagkv:lag=194"),
-    Case("LeverageScorePress(R)", f"leverage:sketch={SKETCH}"),
+    Case("LeverageScorePress(R)", "leverage:preset=kvpress"),
     Case("MergingPress(SnapKVPress(R))", f"{SNAPKV},store=merged-similar"),
     Case("MergingPress(SnapKVPress(R), merge_fraction=0.75)", f"{SNAPKV},store=merged-similar,merge_fraction=0.75"),
     Case("NonCausalAttnPress(R, chunk_size=260)", "compactor:mix=0,sinks=0,recent=0,block=260"),
@@ -86,7 +86,7 @@ PRESS_RATIOS = (0.3, 0.7)
 PRESS_TOKENS = 400  # at these ratios whole chunks
 
 # Keeps all tokens; the removed channels of the keys are compared.
-THINK = Case("ThinKPress(R)", "think:recent=0,ratio={ratio}")
+THINK = Case("ThinKPress(R)", "think:preset=kvpress,ratio={ratio}")
 
 WHILE_DECODING = "evicts during decoding, so its later keys are not those of the full cache"
 FURTHER_PASSES = "scores by queries of further passes over the prompt, which are not in a trace"

@@ -302,7 +302,8 @@ def test_a_function_gives_the_policy_as_users_write_it() -> None:
 
 
 def test_policies_and_budgets_may_be_written_as_in_kvpress(small: Path) -> None:
-    assert kv.policy.SnapKVPress(window=4) == kv.policy.snap_kv(window=4) == "snapkv:window=4"
+    assert kv.policy.snap_kv(window=4) == "snapkv:window=4"
+    assert kv.policy.SnapKVPress(window=4) == "snapkv:window=4,kernel=5,pool=avg"
     ratio = kv.replay(small, "KnormPress", compression_ratio=0.75, metrics="attention_recall")
     budget = kv.replay(small, "knorm", 0.25, metrics="attention_recall")
     assert ratio.results.equals(budget.results)

@@ -22,7 +22,7 @@ from reference import Trace, aggregate, eval_attention
 from reference_selection import Case, Policy, Selection, call_of, ranked, row_count, uniform, unwrapped
 
 PRESETS = {
-    "factory": {"window": "8", "kernel": "7", "pool": "max"},
+    "factory": {"window": "8", "kernel": "7", "pool": "max", "normalise": "true"},
     "snapkv-paper": {"window": "32", "kernel": "7", "pool": "max"},
     "snapkv-code": {"window": "32", "kernel": "5", "pool": "avg"},
     "kvpress": {"window": "64", "kernel": "5", "pool": "avg"},

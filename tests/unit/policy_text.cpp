@@ -87,6 +87,30 @@ TEST(ConfiguredPolicy, PresetComesFirstAndValuesOverrideIt) {
   EXPECT_EQ(ConfiguredPolicy::parse("oracle:counts=(" + label + ")").name(), "oracle");
 }
 
+TEST(ConfiguredPolicy, ThePressesOfKvpressHaveItsDefaults) {
+  const auto label = [](const char* text) { return ConfiguredPolicy::parse(text).label(); };
+  EXPECT_EQ(label("SnapKVPress"), "snapkv:window=64,kernel=5,pool=avg");
+  EXPECT_EQ(label("snapkv_press:kernel=3"), "snapkv:window=64,kernel=3,pool=avg") << "values override the preset";
+  EXPECT_EQ(label("SnapKVPress:preset=factory"), "snapkv");
+  EXPECT_EQ(label("SnapKV"), "snapkv");
+  EXPECT_EQ(label("TOVAPress"), "tova:protect_last=true");
+  EXPECT_EQ(label("LeverageScorePress"), "leverage:sketch=48");
+  EXPECT_EQ(label("CompactorPress"), "compactor:sketch=48");
+  EXPECT_EQ(label("ThinKPress"), "think:recent=0");
+  EXPECT_EQ(label("FinchPress"), "finch:blocks=1000000000,heads=kv");
+  EXPECT_EQ(label("ChunkKVPress"), "chunkkv:chunk=20,window_mode=whole,window=64");
+  EXPECT_EQ(label("KnormPress"), "knorm") << "without a preset, its own defaults are those of kvpress";
+}
+
+TEST(ConfiguredPolicy, HasThePresetsOfKvCacheFactory) {
+  const auto label = [](const char* name) {
+    return ConfiguredPolicy::parse(std::string(name) + ":preset=factory").label();
+  };
+  EXPECT_EQ(label("ada-kv"), "ada-kv:normalise=true");
+  EXPECT_EQ(label("cam-one-shot"), "cam-one-shot:recent=8");
+  EXPECT_EQ(label("knorm"), "knorm:skip_layers=(0,1)");
+}
+
 TEST(ConfiguredPolicy, SeedIsTheDefaultOfSeedParameters) {
   EXPECT_EQ(ConfiguredPolicy::parse("random", 7).label(), "random:seed=7");
   EXPECT_EQ(ConfiguredPolicy::parse("random:seed=0", 7).label(), "random");
@@ -103,7 +127,7 @@ TEST(ConfiguredPolicy, HasOneNameInEverySpelling) {
   }
   EXPECT_EQ(registered_policy("Press"), "Press");
   EXPECT_EQ(ConfiguredPolicy::parse("critical-kv:base=(SnapKVPress:window=4)").label(),
-            "critical-kv:base=(snapkv:window=4)");
+            "critical-kv:base=(snapkv:window=4,kernel=5,pool=avg)");
 }
 
 TEST(Budget, OfACompressionRatio) {

@@ -111,8 +111,6 @@ constexpr Option options[] = {
     progress_option,
 };
 
-constexpr const char* kvpress = "kvpress";  // the preset of its defaults
-
 constexpr const char* examples =
     "kvreplay replay TRACE.h5 -p snapkv,h2o,streaming-llm -b 0.1,0.25 -o out\n"
     "kvreplay replay traces/*.h5 -p snapkv:window=64 -b 512 --controls twins --dry-run\n";
@@ -462,19 +460,14 @@ void report_earlier_traces(const Arguments& arguments, const RunSummary& summary
       summary.output.string(), names.size() == 1 ? "trace " + *names.begin() : fmt::format("{} traces", names.size()));
 }
 
-/// Names built-in policies that were named as presses of kvpress, without parameters: defaults may differ.
+/// Names policies that were named as presses of kvpress.
 void report_presses(const Arguments& arguments) {
   for (const GivenValue& text : policy_texts(arguments)) {
-    const std::string& name = text.text;
-    if (!name.ends_with("Press") || end_of_policy_name(name) < name.size()) continue;
-    const ConfiguredPolicy policy = ConfiguredPolicy::parse(name);
-    if (!policies().get(policy.name()).source.is_built_in()) continue;
-    const Parameters parameters = policy.parameters();
-    const bool has_preset =
-        std::ranges::find(parameters.presets(), kvpress, &Preset::name) != parameters.presets().end();
-    say("kvreplay: {} is {} with its own defaults; {}\n", name, policy.name(),
-        has_preset ? fmt::format("use {}:preset={} for those of kvpress", policy.name(), kvpress)
-                   : "docs/kvpress.md has the parameters of the press");
+    const std::string name = text.text.substr(0, end_of_policy_name(text.text));
+    if (!is_press(name)) continue;
+    const ConfiguredPolicy policy = ConfiguredPolicy::parse(text.text);
+    const std::string preset = policy.has_press_preset() ? fmt::format(":preset={}", press_preset) : "";
+    say("kvreplay: {} is {}{}; docs/kvpress.md lists the differences to kvpress\n", name, policy.name(), preset);
   }
 }
 

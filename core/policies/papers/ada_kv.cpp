@@ -21,6 +21,7 @@ struct AdaKv : WindowFamily {
   void parameters(Parameters& p) {
     WindowFamily::parameters(p);
     adaptive.parameters(p);
+    p.add_to_preset("factory", "normalise", "true");
   }
 
   Plan plan() const {

@@ -25,6 +25,7 @@ struct CamOneShot {
     p.add("recent", recent, "recent window: last tokens, always kept");
     grouping.parameters(p);
     merged.parameters(p);
+    p.preset({"factory", "the LongBench harness of KVCache-Factory", {{"recent", "8"}}});
     p.preset({"factory-needle", "the needle harness of KVCache-Factory", {{"recent", "32"}}});
   }
 

@@ -31,6 +31,9 @@ struct ChunkKv {
     const auto read = p.of_part("share");
     p.add("reuse", reuse, IntRange{.least = 1, .up_to = UpTo::layers},
           "number of adjacent layers that use the set of the first of them");
+    p.preset({"kvpress",
+              "ChunkKVPress(SnapKVPress(kernel_size=1)) of kvpress",
+              {{"chunk", "20"}, {"window", "64"}, {"window_mode", "whole"}}});
   }
 
   Plan plan() const {

@@ -45,6 +45,7 @@ struct Compactor {
     p.add("sinks", sinks, IntRange{.up_to = UpTo::prompt}, "attention sinks: first tokens, always kept and not scored");
     p.add("recent", recent, IntRange{.up_to = UpTo::prompt}, "recent window: last tokens, always kept and not scored");
     p.add("block", block, IntRange{.least = 1}, "tokens per chunk; they attend to each other");
+    p.preset({"kvpress", "defaults of kvpress", {{"sketch", "48"}}});
   }
 
   Matrix scores(const LayerView& view, const Scoring& how) const {

@@ -31,6 +31,9 @@ struct Finch {
     score.parameters(p);
     add_positions(p, positions);
     p.add<Heads>("heads", heads, heads_words, "granularity: a kept set per layer, or per KV head");
+    p.preset({"kvpress",
+              "defaults of kvpress, which reads the context in one block",
+              {{"heads", "kv"}, {"blocks", "1000000000"}}});
   }
 
   Plan plan() const {

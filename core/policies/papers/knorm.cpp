@@ -15,7 +15,10 @@ struct Knorm {
 
   SkippedLayers skipped = {};
 
-  void parameters(Parameters& p) { skipped.parameters(p); }
+  void parameters(Parameters& p) {
+    skipped.parameters(p);
+    p.preset({"factory", "the LongBench harness of KVCache-Factory", {{"skip_layers", "0,1"}}});
+  }
 
   Plan plan() const {
     const auto score = [](const LayerView& view, const Scoring&) {

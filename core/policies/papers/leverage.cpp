@@ -23,6 +23,7 @@ struct LeverageScores {
   void parameters(Parameters& p) {
     leverage.parameters(p);
     p.add("ridge", leverage.ridge, RealRange{1e-6, 1e6}, "number added to the diagonal of X'X");
+    p.preset({"kvpress", "defaults of kvpress", {{"sketch", "48"}}});
   }
 
   Plan plan() const {

@@ -17,7 +17,10 @@ struct Think {
 
   FewerChannels channels = {};
 
-  void parameters(Parameters& p) { channels.parameters(p); }
+  void parameters(Parameters& p) {
+    channels.parameters(p);
+    p.preset({"kvpress", "defaults of kvpress", {{"recent", "0"}}});
+  }
 
   Plan plan() const { return {.allocate = every_token(), .store = channels.store()}; }
 };

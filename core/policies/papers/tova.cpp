@@ -17,6 +17,7 @@ struct Tova {
 
   void parameters(Parameters& p) {
     p.add("protect_last", protect_last, "protects the newest token, as kvpress does; the authors' code may evict it");
+    p.preset({"kvpress", "defaults of kvpress", {{"protect_last", "true"}}});
   }
 
   Plan plan() const {

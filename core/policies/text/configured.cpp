@@ -76,6 +76,11 @@ ConfiguredPolicy ConfiguredPolicy::made(std::string_view name) {
   return configured;
 }
 
+bool ConfiguredPolicy::has_press_preset() const {
+  const Parameters own = policy_->parameters();
+  return std::ranges::find(own.presets(), press_preset, &Preset::name) != own.presets().end();
+}
+
 ConfiguredPolicy ConfiguredPolicy::with_defaults(std::string_view name) {
   ConfiguredPolicy configured = made(name);
   configured.find_common();
@@ -101,6 +106,9 @@ ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t se
       values.emplace_back(key, without_parentheses(value));
     }
   }
+  const bool has_preset = std::ranges::any_of(values, [](const auto& value) { return value.first == "preset"; });
+  if (!has_preset && is_press(text.substr(0, name)) && configured.has_press_preset())
+    values.emplace_back("preset", press_preset);
   configured.place_parts(values);
   for (const Placed& placed : configured.parts_) placed.part->set_seed(seed);
   for (const auto& [key, value] : values)

@@ -17,16 +17,19 @@
 
 namespace kvreplay {
 
+/// The preset that has kvpress's defaults.
+inline constexpr const char* press_preset = "kvpress";
+
 /// A policy with all its values, the parts that the user put into it, and which values the user gave.
 class ConfiguredPolicy {
  public:
-  /// "snapkv:window=32,pool=avg"; a preset is applied before the other values, `seed` is the default of every seed
-  /// parameter. score=, select=, allocate=, share=, schedule= and store=, and heads= where the policy has no
-  /// parameter of that name, put a part into the policy's plan, whose
-  /// parameters then are the policy's too; one that both have is one. "layers:0-14=(chunkkv:chunk=20),15-29=snapkv"
-  /// replays ranges of treated layers by policies of their own. A policy that selects by score has the parameter sinks=
-  /// where it declares none itself, one that scores by an observation window has window_at=, and
-  /// protect=(sinks=4,recent=10%) replaces the tokens that it protects. Throws Error{usage}.
+  /// "snapkv:window=32,pool=avg"; a preset is applied before the other values: the name of a press of kvpress stands
+  /// for the preset of its defaults, where the policy has one. `seed` is the default of every seed parameter. score=,
+  /// select=, allocate=, share=, schedule= and store=, and heads= where the policy has no parameter of that name, put a
+  /// part into the policy's plan, whose parameters then are the policy's too; one that both have is one.
+  /// "layers:0-14=(chunkkv:chunk=20),15-29=snapkv" replays ranges of treated layers by policies of their own. A policy
+  /// that selects by score has the parameter sinks= where it declares none itself, one that scores by an observation
+  /// window has window_at=, and protect=(sinks=4,recent=10%) replaces the tokens that it protects. Throws Error{usage}.
   static ConfiguredPolicy parse(std::string_view text, std::uint64_t seed = 0);
 
   /// To be described: its values are not checked, and its plans may throw.
@@ -38,6 +41,8 @@ class ConfiguredPolicy {
 
   const std::string& name() const { return name_; }
   const Card& card() const { return policy_->card(); }
+  /// Whether it has the preset of kvpress's defaults.
+  bool has_press_preset() const;
   /// The files that it comes from where it is not built in, those of its parts and of policies that it is made of
   /// included: each once, ascending by hash.
   std::vector<Source> sources() const;

@@ -25,13 +25,20 @@ bool is_file(std::string_view word, char next) {
   return word.ends_with(".npy") || (next == ':' && word.ends_with(python_ending) && python_policy_reader());
 }
 
+constexpr std::string_view press = "press";
+
+/// "SnapKVPress" -> "snapkvpress", "snap-kv" -> "snapkv".
+std::string letters_of(std::string_view name) {
+  std::string letters;
+  for (const char c : name)
+    if (c != '-' && c != '_') letters += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return letters;
+}
+
 /// "SnapKVPress" and "snap-kv" -> "snapkv".
 std::string plain_name(std::string_view name) {
-  std::string plain;
-  for (const char c : name)
-    if (c != '-' && c != '_') plain += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  constexpr std::string_view suffix = "press";
-  if (plain.size() > suffix.size() && plain.ends_with(suffix)) plain.erase(plain.size() - suffix.size());
+  std::string plain = letters_of(name);
+  if (plain.size() > press.size() && plain.ends_with(press)) plain.erase(plain.size() - press.size());
   return plain;
 }
 
@@ -79,6 +86,11 @@ std::string registered_policy(std::string_view name) {
     return std::string(name);
   }
   return python_policy_reader()(std::string(name.substr(0, file)), std::string(name.substr(file + 1)));
+}
+
+bool is_press(std::string_view name) {
+  if (end_of_file(name) != std::string_view::npos || policies().find(name) != nullptr) return false;
+  return letters_of(name).ends_with(press) && policies().find(registered_policy(name)) != nullptr;
 }
 
 std::string with_files_in(const std::filesystem::path& folder, std::string_view policies) {

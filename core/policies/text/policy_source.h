@@ -22,6 +22,9 @@ std::size_t end_of_policy_name(std::string_view text);
 /// further names. An unknown name is returned unchanged.
 std::string registered_policy(std::string_view name);
 
+/// Whether the name is that of a class of kvpress: a built-in policy with the suffix, as SnapKVPress.
+bool is_press(std::string_view name);
+
 /// Policies as users write them, with every file that they name by a relative path in `folder`: mine.py:my_policy, and
 /// tables such as mine.npy. Throws Error{usage} where the folder's name would end the file's.
 std::string with_files_in(const std::filesystem::path& folder, std::string_view policies);

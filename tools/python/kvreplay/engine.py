@@ -66,9 +66,11 @@ class _Policies:
 
     def __getattr__(self, name: str) -> Callable[..., str]:
         every = {known: rest for known, *rest in _engine.policies()}
-        for known in (name, *(one for one in every if one.replace("-", "_") == name), _engine.policy_name(name)):
+        for known in (name, *(one for one in every if one.replace("-", "_") == name)):
             if known in every:
                 return _constructor(known, *every[known])
+        if (known := _engine.policy_name(name)) in every:  # a press of kvpress has other defaults than the policy
+            return _constructor(name, *every[known])
         raise AttributeError(f"unknown policy {name}: {nearest(name, dir(self), 'kvreplay policies')}")
 
 
