@@ -21,9 +21,8 @@ const RegisteredFixedPart registered_cache{
 }  // namespace
 
 void add_positions(Parameters& p, Positions& positions) {
-  p.add<Positions>(
-      "positions", positions, positions_words,
-      "kept tokens keep their original positions, or move to the contiguous positions 0, 1, 2 ... in the cache");
+  p.add<Positions>("positions", positions, positions_words,
+                   "positions of kept tokens: another spelling of store=exact (original) and store=cache (contiguous)");
 }
 
 StorePtr exact() {
