@@ -19,10 +19,16 @@ SKETCH = 48  # of CompactorPress and LeverageScorePress
 @dataclass(frozen=True)
 class Case:
     """A press at the ratio R, and its policy: `{ratio}` is R, `{keep}` is 1 - R, `{counts}` the press's tokens in each
-    layer, `{folder}` the folder of the tables."""
+    layer, `{folder}` the folder of the tables. `passes`: the kind of passes that the press runs over the prompt."""
 
     press: str
     policy: str
+    passes: str = ""
+
+    @property
+    def trace(self) -> str:
+        """Name of the trace with these passes."""
+        return f"{self.passes or 'trace'}.h5"
 
 
 SNAPKV = "snapkv:preset=kvpress"
@@ -58,6 +64,8 @@ CASES = (
     Case("CURPress(R, leverage_type='kv_avg')", "cur:use=avg"),
     Case("DuoAttentionPress(R, on_the_fly_scoring=True)", "duo-attention:full_heads={keep}"),
     Case("DuoAttentionPress(R)", "duo-attention:full_heads={keep},table={folder}/roles.npy"),
+    # The statistics are those of the prompt, so the policy computes the same without a file.
+    Case("ExpectedAttentionStatsPress(R, stats_folder=statistics)", "expected-attention"),
     Case("FinchPress(R)", f"finch:preset=kvpress,question=last,question_tokens={QUESTION}"),
     Case("KeyRerotationPress(SnapKVPress(R))", f"{SNAPKV},store=cache"),
     Case("KnormPress(R)", "knorm"),
@@ -72,7 +80,20 @@ CASES = (
     Case("PyramidKVPress(R)", f"{SNAPKV},allocate=list,shares=({{counts}})"),
     Case("QFilterPress(R)", "q-filter:filters={folder}/filters.npy"),
     Case("StreamingLLMPress(R)", "streaming-llm"),
+    Case("KVzipPress(R)", "kvzip", "chunks"),
+    Case("KVComposePress(compression_ratio=R)", "kvcompose", "whole"),
 )
+
+# On tiny models, as each press runs two passes of its own.
+PASS_CASES = (
+    *(case for case in CASES if case.passes),
+    Case("KVzipPress(R, n_sink=8)", "kvzip:sinks=8", "chunks"),
+    Case("KVzipPress(R, layerwise=True)", "kvzip:allocate=ranked-layer", "chunks"),
+    Case("KVComposePress(compression_ratio=R, agg_group='max')", "kvcompose:agg=max", "whole"),
+    Case("KVComposePress(compression_ratio=R, structured=False)", "kvcompose:allocate=ranked-global", "whole"),
+)
+PASS_KINDS = sorted({case.passes for case in PASS_CASES})
+PASS_CHUNK = 40  # tokens of a chunk of the tiny models
 
 # Whose continuation a model also reads under kvpress, as `kvreplay live` reads it.
 LIVE_PRESSES = (
@@ -88,8 +109,11 @@ PRESS_TOKENS = 400  # at these ratios whole chunks
 # Keeps all tokens; the removed channels of the keys are compared.
 THINK = Case("ThinKPress(R)", "think:preset=kvpress,ratio={ratio}")
 
+# Reads the number of tokens of each head from a file; the policy has its scores.
+LUKV = Case("LUKVPress(compression_ratio=R)", "expected-attention:epsilon=0.02,heads=kv")
+LUKV_PROTECTED = (4, 1)  # sinks and last tokens
+
 WHILE_DECODING = "evicts during decoding, so its later keys are not those of the full cache"
-FURTHER_PASSES = "scores by queries of further passes over the prompt, which are not in a trace"
 
 NOT_COMPARED = {
     "BasePress": "abstract",
@@ -101,13 +125,9 @@ NOT_COMPARED = {
     "allocate=ranked-layer uses its own scores",
     "DecodingPress": WHILE_DECODING,
     "EntropyGatedChunkKVPress": "no policy implements its rule",
-    "ExpectedAttentionStatsPress": "reads query statistics of another text, published for some models",
     "FastKVzipPress": "scores by a trained network",
-    "KVComposePress": FURTHER_PASSES,
     "KVgradPress": "scores by gradients of a further pass",
     "KVzapPress": "scores by a trained network",
-    "KVzipPress": FURTHER_PASSES,
-    "LUKVPress": "reads budgets of heads from a curve that is published for one model",
     "PrefillDecodingPress": "runs one press on the prompt and another during decoding",
     "RandomPress": "draws random numbers of PyTorch",
     "RestoreKVPress": "adds tokens with a trained adapter",
