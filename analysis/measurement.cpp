@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "analysis/metrics/quotients.h"
+#include "analysis/sampling_error.h"
 #include "float_types.h"
 #include "observables/logits.h"
 #include "observables/projected_outputs.h"
@@ -106,6 +107,21 @@ Values values_by_head(std::span<const Matrix> functions, std::span<const int> tr
   return values;
 }
 
+/// [queries] from the functions' sums over the heads of each layer, [treated, queries].
+std::vector<double> values_by_query(std::span<const Matrix* const> functions, std::span<const int> treated,
+                                    const TraceHeader& header) {
+  std::vector<double> values(static_cast<std::size_t>(functions.front()->columns()));
+  for (int l = 0; l < functions.front()->rows(); ++l) {
+    const std::span<const double> sums = functions.front()->row(l);
+    const double heads = header.shape(treated[static_cast<std::size_t>(l)]).query_heads;
+    const std::vector<double> roots =
+        functions.size() > 1 ? linearised_root(sums, functions[1]->row(l)) : std::vector<double>();
+    for (std::size_t q = 0; q < values.size(); ++q) values[q] += roots.empty() ? sums[q] / heads : roots[q];
+  }
+  for (double& value : values) value /= functions.front()->rows();
+  return values;
+}
+
 Values single(double value) { return Values(1, 1, value); }
 
 /// The part of [L, rows, P] that belongs to one row.
@@ -138,8 +154,9 @@ MomentMeans means_of(const Wanted& wanted, const Conditions& conditions, int que
   std::vector<AtQuery> functions;
   for (const MetricName& name : wanted.metrics)
     std::ranges::copy(functions_of<Of>(name), std::back_inserter(functions));
-  return {std::move(functions), static_cast<int>(conditions.layers.size()), query_heads,
-          conditions.eval_queries.size()};
+  const std::size_t queries = conditions.eval_queries.size();
+  return {std::move(functions), static_cast<int>(conditions.layers.size()), query_heads, queries,
+          wanted.by_query ? queries : 0};
 }
 
 template <class Of>
@@ -154,7 +171,18 @@ void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans&
   }
 }
 
-void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span<const int> cells, int count,
+void add_by_query(ValuesByQuery& values, const Wanted& wanted, const MomentMeans& means, const Conditions& conditions,
+                  const TraceHeader& header) {
+  std::size_t next = 0;
+  for (const MetricName& name : wanted.metrics) {
+    std::vector<const Matrix*> functions;
+    for (std::size_t count = functions_of<OfMoments>(name).size(); count > 0; --count)
+      functions.push_back(&means.sums_of_heads(next++));
+    if (!functions.empty()) values[name] = values_by_query(functions, conditions.layers, header);
+  }
+}
+
+void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span<const int> cells, int first, int count,
                const KeptMoments& moments, const Comparisons& comparisons) {
   for (std::size_t i = 0; i < cells.size(); ++i) {
     const auto general = comparisons.find(cells[i]);
@@ -162,8 +190,8 @@ void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span
       for (int query = 0; query < count; ++query) {
         const std::size_t at = place(0, view.query_heads(), head, count, query);
         means[static_cast<std::size_t>(cells[i])].add(
-            view.layer(), head, moments.kept[place(i, view.query_heads(), head, count, query)], moments.full[at],
-            general == comparisons.end() ? nullptr : &general->second[at]);
+            view.layer(), head, first + query, moments.kept[place(i, view.query_heads(), head, count, query)],
+            moments.full[at], general == comparisons.end() ? nullptr : &general->second[at]);
       }
   }
 }
@@ -185,15 +213,19 @@ std::optional<MomentParts> Wanted::moments() const {
 
 std::optional<MomentParts> Wanted::moments_of_all_queries() const { return parts_read<OfAllQueries>(metrics); }
 
-MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries)
+MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries,
+                         std::size_t summed_queries)
     : functions_(std::move(functions)),
       queries_(queries),
+      sums_of_heads_(functions_.size(), Matrix(layers, static_cast<int>(summed_queries))),
       sums_(functions_.size(), Matrix(layers, query_heads)),
       values_(functions_.size(), std::vector<std::vector<double>>(static_cast<std::size_t>(query_heads))) {}
 
-void MomentMeans::add(int layer, int head, const Moments& kept, const Moments& full, const Comparison* compared) {
+void MomentMeans::add(int layer, int head, int query, const Moments& kept, const Moments& full,
+                      const Comparison* compared) {
   for (std::size_t f = 0; f < functions_.size(); ++f) {
     const double value = functions_[f](kept, full, compared);
+    if (sums_of_heads_[f].columns() > 0) sums_of_heads_[f](layer, query) += value;
     if (functions_[f].over_queries == nullptr) {
       sums_[f](layer, head) += value;
       continue;
@@ -222,6 +254,7 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
       of_trace_(std::move(of_trace)),
       heard_(std::move(heard)),
       results_(wanted_.size()),
+      of_queries_(wanted_.size()),
       expected_(wanted_.size(), std::vector<std::vector<ExpectedRecall>>(conditions.layers.size())) {
   const TraceHeader& header = trace.header();
   const AtQuery recall{measure_as<OfMoments>({"attention_recall", ""})->from_moments};
@@ -232,6 +265,10 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
     projected_.emplace_back();
     for (const MetricName& name : wanted_[c].metrics)
       if (measure_as<OfProjectedOutput>(name) != nullptr) projected_[c][name].resize(conditions.layers.size());
+    if (wanted_[c].by_query)
+      for (const MetricName& name : wanted_[c].metrics)
+        if (measure_as<OfProjectedOutput>(name) != nullptr || measure_as<OfLayerAtQuery>(name) != nullptr)
+          of_queries_[c][name].resize(conditions.eval_queries.size());
     results_[c].selections.resize(conditions.layers.size());
     results_[c].seconds.resize(conditions.layers.size());
   }
@@ -301,6 +338,12 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
     const Timed timed(Work::metric, name.metric);
     if (const auto* of = measure_as<OfLayer>(name))
       set_layer(result.values[name], of->measure(facts), rows(view, wanted_[c].heads), layer);
+    if (const auto* of = measure_as<OfLayerAtQuery>(name)) {
+      std::vector<double> at_queries;
+      for (const std::int32_t query : view.eval_queries()) at_queries.push_back(of->measure(facts, query));
+      set_layer(result.values[name], without_heads(mean(at_queries)), rows(view, wanted_[c].heads), layer);
+      add_to_queries(cell, name, 0, at_queries);
+    }
     if (measure_as<OfBestSet>(name) != nullptr)
       set_layer(result.values[name], recall_of_best_set(view, selection), rows(view, Heads::query), layer);
     if (const auto* of = measure_as<OfEvalAttention>(name))
@@ -311,6 +354,13 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
   }
   const Timed timed(Work::metric, "expected recall");
   if (wanted_[c].moments() && !selection.differs_by_query()) expected_[c][l] = expecting(view).of(selection.set);
+}
+
+/// Adds a layer's values at eval queries from `first` on.
+void Measurement::add_to_queries(int cell, const MetricName& name, int first, std::span<const double> values) {
+  const auto found = of_queries_[static_cast<std::size_t>(cell)].find(name);
+  if (found == of_queries_[static_cast<std::size_t>(cell)].end()) return;
+  for (std::size_t i = 0; i < values.size(); ++i) found->second[static_cast<std::size_t>(first) + i] += values[i];
 }
 
 RecallByAttention& Measurement::expecting(const LayerView& view) {
@@ -343,8 +393,8 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
                 "attention is NaN (run kvreplay validate --deep to find the tensor)", "finite queries, keys and values",
                 "NaN or Inf"};
-  add_block(means_, view, cells, count, moments, comparisons_);
-  add_block(recall_, view, cells, count, moments, comparisons_);
+  add_block(means_, view, cells, first, count, moments, comparisons_);
+  add_block(recall_, view, cells, first, count, moments, comparisons_);
   add_projected(view, cells, first, count, moments.outputs);
   comparisons_.clear();
   for (std::size_t i = 0; i < cells.size(); ++i) {
@@ -382,13 +432,16 @@ void Measurement::add_projected(const LayerView& view, std::span<const int> cell
     for (auto& [name, sums] : projected_[static_cast<std::size_t>(cells[i])]) {
       const OfProjectedOutput& of = *measure_as<OfProjectedOutput>(name);
       double& sum = sums[static_cast<std::size_t>(view.layer())];
+      std::vector<double> values;
       for (int query = 0; query < count; ++query) {
         const auto position = static_cast<std::size_t>(view.eval_queries()[static_cast<std::size_t>(first + query)]);
-        sum +=
+        values.push_back(
             of.measure({.error = std::sqrt(of_errors[place(i, 1, 0, count, query)]),
                         .output = std::sqrt(of_outputs[static_cast<std::size_t>(query)]),
-                        .input = of.reads_input ? static_cast<double>(load(inputs.data, inputs.dtype, position)) : 0});
+                        .input = of.reads_input ? static_cast<double>(load(inputs.data, inputs.dtype, position)) : 0}));
+        sum += values.back();
       }
+      add_to_queries(cells[i], name, first, values);
     }
   }
 }
@@ -453,6 +506,11 @@ CellResult Measurement::take_cell(int cell) {
     set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
   }
   if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header());
+  if (wanted.by_query) add_by_query(result.by_query, wanted, means_[c], conditions_, trace_.header());
+  for (auto& [name, sums] : of_queries_[c]) {
+    for (double& sum : sums) sum /= static_cast<double>(conditions_.layers.size());
+    result.by_query[name] = std::move(sums);
+  }
   for (const MetricName& name : wanted.metrics) {
     if (const auto* of = measure_as<OfCell>(name)) result.values[name] = single(of->measure(result.selections));
     if (const auto* of = measure_as<OfSpanInAllLayers>(name))
@@ -482,9 +540,9 @@ void AllQueriesMeasurement::compared(const LayerView&, int cell, int, int, std::
   comparisons_[cell].assign(comparisons.begin(), comparisons.end());
 }
 
-void AllQueriesMeasurement::measured(const LayerView& view, std::span<const int> cells, int /*first*/, int count,
+void AllQueriesMeasurement::measured(const LayerView& view, std::span<const int> cells, int first, int count,
                                      const KeptMoments& moments) {
-  add_block(means_, view, cells, count, moments, comparisons_);
+  add_block(means_, view, cells, first, count, moments, comparisons_);
   comparisons_.clear();
 }
 

@@ -19,12 +19,16 @@ namespace kvreplay {
 /// not treated, or a head that a layer does not have. [1, 1]: of the whole cell only.
 using Values = Matrix;
 using ValuesByMetric = std::map<MetricName, Values>;
+/// By metric one value for each eval query, whose mean is the value of the metric: exactly, or to first order where the
+/// metric is a root of quotients (linearised_root).
+using ValuesByQuery = std::map<MetricName, std::vector<double>>;
 
 /// What is wanted of one cell.
 struct Wanted {
   std::vector<MetricName> metrics;  // spelled out by metrics_of_trace
   int budget = 0;                   // tokens; 0: none is held against the cell
   bool scores = false;
+  bool by_query = false;
   Heads heads = Heads::layer;  // the finest granularity of its layers
 
   /// What its metrics read of the moments of the eval queries, or of those of all queries; none: nothing.
@@ -36,6 +40,7 @@ struct CellResult {
   std::vector<LayerSelection> selections;  // [treated]
   std::vector<CellSeconds> seconds;        // [treated]
   ValuesByMetric values;
+  ValuesByQuery by_query;                  // when wanted, of metrics that differ between eval queries
   std::map<std::string, Matrix> matrices;  // [treated, treated], by variant of jaccard_matrix
   std::vector<float> scores;               // [L, H, P] when wanted, NaN where a layer has none
   std::optional<Violation> violation;      // the first
@@ -58,19 +63,24 @@ struct TraceResult {
 };
 
 /// Functions of the moments at `queries` eval queries, reduced to one value by treated layer and query head. Means are
-/// summed in the order of the queries. A layer is added whole before the next one begins.
+/// summed in the order of the queries. A layer is added whole before the next one begins. `summed_queries`: eval
+/// queries whose sums over the heads of each layer are held as well, all or 0.
 class MomentMeans {
  public:
   MomentMeans() = default;
-  MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries);
-  /// `compared` is null where kept keys are as they were.
-  void add(int layer, int head, const Moments& kept, const Moments& full, const Comparison* compared);
+  MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries,
+              std::size_t summed_queries = 0);
+  /// `query`: its number among the eval queries. `compared` is null where kept keys are as they were.
+  void add(int layer, int head, int query, const Moments& kept, const Moments& full, const Comparison* compared);
   /// [treated, Hq] of one function.
   Matrix means(std::size_t function) const;
+  /// [treated, queries] of one function: sums over the query heads.
+  const Matrix& sums_of_heads(std::size_t function) const { return sums_of_heads_[function]; }
 
  private:
   std::vector<AtQuery> functions_;
   std::size_t queries_ = 0;
+  std::vector<Matrix> sums_of_heads_;
   std::vector<Matrix> sums_;  // or, of functions with over_queries, what this makes of a head's values
   std::vector<std::vector<std::vector<double>>> values_;  // [functions][Hq] of the layer under way: for over_queries
 };
@@ -112,6 +122,7 @@ class Measurement final : public Sink {
   RecallByAttention& expecting(const LayerView& view);
   void add_projected(const LayerView& view, std::span<const int> cells, int first, int count,
                      const OutputVectors& outputs);
+  void add_to_queries(int cell, const MetricName& name, int first, std::span<const double> values);
   LayerValues recall_of_best_set(const LayerView& view, const LayerSelection& selection);
 
   const Trace& trace_;
@@ -121,8 +132,9 @@ class Measurement final : public Sink {
   WantedOfTrace of_trace_;
   std::function<void(double, int)> heard_;
   std::vector<CellResult> results_;
-  std::vector<MomentMeans> means_;                                    // of what is wanted
-  std::vector<std::map<MetricName, std::vector<double>>> projected_;  // [cell], [treated] sums over the eval queries
+  std::vector<MomentMeans> means_;                                     // of what is wanted
+  std::vector<std::map<MetricName, std::vector<double>>> projected_;   // [cell], [treated] sums over the eval queries
+  std::vector<std::map<MetricName, std::vector<double>>> of_queries_;  // [cell], [queries] sums over layers, as wanted
   std::vector<MomentMeans> recall_;  // of every measured cell, wanted or not: it is held against the oracle
   std::vector<std::vector<std::vector<ExpectedRecall>>> expected_;  // [cell][treated][H]
   std::optional<RecallByAttention> expecting_;                      // of the layer under way

@@ -215,7 +215,7 @@ class Merge {
     if (traces_.empty())
       throw Error{Refusal::input, output_.string(), "no finished trace in any folder", "one trace or more"};
     std::optional<Results> results;
-    if (tables_ == Tables::write) results.emplace(output_, run_.detail());
+    if (tables_ == Tables::write) results.emplace(output_, run_.detail(), has_sampled_trace());
     double done = 0;
     for (auto& [name, trace] : traces_) {
       stop_if_interrupted();
@@ -254,6 +254,11 @@ class Merge {
         traces_[names.emplace_back(path.stem().string())].paths.push_back(path);
     live_.add(folder);
     return names;
+  }
+
+  bool has_sampled_trace() const {
+    return std::ranges::any_of(traces_,
+                               [](const auto& trace) { return std::ranges::any_of(trace.second.paths, is_sampled); });
   }
 
   bool is_staged(const std::string& name, const MergedTrace& trace) const {

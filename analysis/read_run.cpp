@@ -36,6 +36,7 @@ CellRecord overall(CellRecord cell, const std::string& trace) {
   cell.state = CellState::done;
   cell.family = family_of(cell.policy);
   for (auto& [name, values] : cell.values) values = Values(1, 1, values.values().back());
+  cell.by_query.clear();
   cell.seconds = {{0, cell.select_seconds()}};
   return cell;
 }

@@ -19,6 +19,8 @@ const std::string columns[] = {
     "budget_tokens", "kept_tokens", "boundary",  "eval",      "n_queries", "layer",  "head",  "metric", "variant",
     "value",         "unit",        "open_loop", "synthetic", "backend",   "seed",   "cell"};
 
+const std::string columns_of_samples[] = {"sample", "half_width"};
+
 std::string place_text(int number) { return number < 0 ? "all" : std::to_string(number); }
 
 /// The columns that all rows of a cell share, those up to n_queries and those from open_loop; of the trace itself where
@@ -73,13 +75,23 @@ void visit_values(const TraceRecord& trace, const ValuesByMetric& all, Detail de
   visit_place(-1, -1);
 }
 
-void write_rows(ReplacedFile& file, const TraceRecord& trace, const CellRecord* cell, Detail detail) {
+/// Of a value over all layers and heads; NaN: it is not an estimate.
+double half_width(const CellRecord* cell, const MetricName& name, int layer) {
+  return cell != nullptr && layer < 0 ? cell->half_width(name) : std::numeric_limits<double>::quiet_NaN();
+}
+
+void write_rows(ReplacedFile& file, const TraceRecord& trace, const CellRecord* cell, Detail detail, bool sampled) {
   const ValuesByMetric& all = cell != nullptr ? cell->values : trace.values;
   const std::string before = csv_fields(before_place(trace, cell)) + ',';
-  const std::string behind = ',' + csv_line(behind_value(trace, cell));
+  const std::string behind = ',' + csv_fields(behind_value(trace, cell));
+  const std::string of_sample = sampled ? ',' + csv_field(trace.sample_text()) + ',' : "";
+  std::vector<MetricName> names;
   std::vector<std::pair<std::string, std::string>> around;  // each value of a metric
-  for (const auto& [name, values] : all)
-    around.emplace_back(csv_fields({name.metric, name.variant}) + ',', ',' + csv_field(unit_of(name)) + behind);
+  for (const auto& [name, values] : all) {
+    names.push_back(name);
+    around.emplace_back(csv_fields({name.metric, name.variant}) + ',',
+                        ',' + csv_field(unit_of(name)) + behind + of_sample);
+  }
   std::string place, lines;
   std::optional<std::pair<int, int>> known;
   visit_values(trace, all, detail, [&](int layer, int head, std::size_t metric, double value) {
@@ -89,6 +101,8 @@ void write_rows(ReplacedFile& file, const TraceRecord& trace, const CellRecord* 
       place = before + place_text(layer) + ',' + place_text(head) + ',';
     }
     lines.append(place).append(around[metric].first).append(csv_number(value)).append(around[metric].second);
+    if (sampled) lines.append(csv_number(half_width(cell, names[metric], layer)));
+    lines.push_back('\n');
   });
   file.write(lines);
 }
@@ -139,16 +153,18 @@ const char* word(Detail detail) {
 
 std::span<const std::string> result_columns() { return columns; }
 
-Results::Results(const std::filesystem::path& output, Detail detail)
-    : detail_(detail), rows_(output / "results.csv"), seconds_(output / "seconds.csv") {
-  rows_.write(csv_line({std::begin(columns), std::end(columns)}));
+Results::Results(const std::filesystem::path& output, Detail detail, bool sampled)
+    : detail_(detail), sampled_(sampled), rows_(output / "results.csv"), seconds_(output / "seconds.csv") {
+  std::vector<std::string> header(std::begin(columns), std::end(columns));
+  if (sampled) header.insert(header.end(), std::begin(columns_of_samples), std::end(columns_of_samples));
+  rows_.write(csv_line(header));
   seconds_.write("trace,policy,params,budget,layer,metric,variant,value,unit,cell\n");
 }
 
 void Results::add(const TraceCells& all) {
   const std::vector<const CellRecord*> cells = sorted(all.cells);
-  write_rows(rows_, all.trace, nullptr, detail_);
-  for (const CellRecord* cell : cells) write_rows(rows_, all.trace, cell, detail_);
+  write_rows(rows_, all.trace, nullptr, detail_, sampled_);
+  for (const CellRecord* cell : cells) write_rows(rows_, all.trace, cell, detail_, sampled_);
   write_seconds(seconds_, all.trace, cells);
 }
 
@@ -156,7 +172,9 @@ void ResultColumns::add(const TraceRecord& trace, std::span<const CellRecord> ce
   const auto add_owner = [&](const CellRecord* cell) {
     const ValuesByMetric& all = cell != nullptr ? cell->values : trace.values;
     std::vector<std::int32_t> numbers;  // of the metrics of `all`
+    std::vector<MetricName> names;
     for (const auto& [name, values] : all) {
+      names.push_back(name);
       const auto found = std::ranges::find(metrics, name);
       numbers.push_back(static_cast<std::int32_t>(found - metrics.begin()));
       if (found == metrics.end()) metrics.push_back(name);
@@ -167,9 +185,11 @@ void ResultColumns::add(const TraceRecord& trace, std::span<const CellRecord> ce
       head.push_back(at_head);
       metric.push_back(numbers[of]);
       value.push_back(number);
+      half_width.push_back(kvreplay::half_width(cell, names[of], at_layer));
     });
     owners.push_back(before_place(trace, cell));
     std::ranges::move(behind_value(trace, cell), std::back_inserter(owners.back()));
+    owners.back().push_back(trace.sample_text());
   };
   add_owner(nullptr);
   for (const CellRecord* cell : sorted(cells)) add_owner(cell);
@@ -187,7 +207,8 @@ void Results::finish() {
 
 void assemble(const std::filesystem::path& output, Detail detail) {
   const std::vector<std::filesystem::path> files = cell_files_of(output);
-  Results results(output, detail);
+  const bool sampled = std::ranges::any_of(files, is_sampled);
+  Results results(output, detail, sampled);
   for (const std::filesystem::path& file : files) results.add(read_trace_cells(file));
   results.complete();
   results.finish();

@@ -23,6 +23,7 @@
 #include "policies/selection.h"
 #include "policies/twin.h"
 #include "profile.h"
+#include "random.h"
 #include "replay/trace_inputs.h"
 #include "trace/trace_name.h"
 
@@ -53,6 +54,7 @@ struct TraceWork {
   std::shared_ptr<const Trace> trace;  // null: it is not open any more, or cannot be opened
   FileIdentity file;                   // that was hashed
   Conditions conditions;
+  std::vector<int> pairs;  // of a sampled trace: eval queries of `conditions`, by their numbers, in pairs
   std::optional<Conditions> all_queries;  // for metrics that take every token as eval query
   TraceRecord facts;
   std::optional<FileIdentity> stored_file;  // of cells_path() when this was planned
@@ -79,6 +81,7 @@ std::string cell_id(const TraceRecord& trace, const CellRecord& cell) {
                   numbers(trace.treated), cell.seed, trace.backend));
   if (!cell.source.empty()) hash.update(fmt::format("source={}\n", cell.source));
   if (const double of_seen = share_of_seen(cell); of_seen > 0) hash.update(fmt::format("of_seen={}\n", of_seen));
+  if (trace.is_sampled()) hash.update(fmt::format("sample={}\n", trace.sample));
   return hash.digits().substr(0, 16);
 }
 
@@ -93,6 +96,14 @@ bool takes_place_of(const CellRecord& now, const CellRecord& earlier) {
          share_of_seen(now) == share_of_seen(earlier);
 }
 
+/// Throws Error{usage} where a sample of the eval queries estimates no metric.
+void check_sampled_metrics(const RunRequest& request) {
+  const auto reason_of = [](const MetricName& name) { return why_not_estimated(find_variant(name)->measure); };
+  if (std::ranges::none_of(request.metrics, [&](const MetricName& name) { return reason_of(name).empty(); }))
+    throw Error{Refusal::usage, request.metrics.front().text(), reason_of(request.metrics.front()),
+                "a replay without --sample"};
+}
+
 /// Traces, cells and their names must be able to mean something before anything is opened.
 void check_request(const RunRequest& request) {
   if (request.traces.empty()) throw Error{Refusal::usage, "replay", "no trace", "at least one"};
@@ -104,6 +115,7 @@ void check_request(const RunRequest& request) {
     if (sources.emplace(policy.name() + ":" + policy.params(), source).first->second != source)
       throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files", "different names"};
   }
+  if (request.sample.queries > 0) check_sampled_metrics(request);
   check_names(request.traces);
   backends().get(request.backend);
   if (!request.output.empty()) check_results_folder(request.output);
@@ -181,6 +193,27 @@ TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Condit
   facts.treated = conditions.layers;
   facts.layer_index.assign(header.layer_index.begin(), header.layer_index.end());
   return facts;
+}
+
+/// Replaces the eval queries by a sample, where that is fewer. Samples of different traces, and of different sizes, are
+/// independent.
+void draw_sample(const RunRequest& request, TraceWork& work) {
+  std::vector<std::int32_t>& queries = work.conditions.eval_queries;
+  const auto all = static_cast<int>(queries.size());
+  const int count = request.sample.queries;
+  if (count >= all) return;
+  const std::uint64_t of_trace = std::stoull(work.facts.hash.substr(0, 16), nullptr, 16);
+  const std::vector<int> drawn = draw_pairs(all, count, chain(request.seed, of_trace, count));
+  std::vector<int> ascending = drawn;
+  std::ranges::sort(ascending);
+  std::vector<std::int32_t> sampled;
+  for (const int query : ascending) sampled.push_back(queries[static_cast<std::size_t>(query)]);
+  for (const int query : drawn)
+    work.pairs.push_back(static_cast<int>(std::ranges::lower_bound(ascending, query) - ascending.begin()));
+  queries = std::move(sampled);
+  work.facts.sample = fmt::format("queries={},seed={}", count, request.seed);
+  work.facts.all_queries = all;
+  work.facts.n_queries = count;
 }
 
 /// What an earlier run has measured of the trace itself.
@@ -322,8 +355,12 @@ Candidates candidates(const RunRequest& request) {
   Candidates all;
   for (const ConfiguredPolicy& policy : request.policies) all.asked.emplace_back(policy, "asked", request.seed);
   if (request.controls == Controls::none) return all;
-  for (const char* name : {"full", "random", "oracle"})
-    all.controls.emplace_back(ConfiguredPolicy::parse(name, request.seed), "control", request.seed);
+  for (const char* name : {"full", "random", "oracle"}) {
+    ConfiguredPolicy control = ConfiguredPolicy::parse(name, request.seed);
+    constexpr int some_layers = 2;
+    if (request.sample.queries == 0 || why_no_sample_of_queries(control, some_layers).empty())
+      all.controls.emplace_back(std::move(control), "control", request.seed);
+  }
   return all;
 }
 
@@ -341,6 +378,13 @@ std::vector<std::optional<Candidate>> twins(const RunRequest& request, int layer
 
 void warn_once(TraceWork& work, const std::string& warning) {
   if (std::ranges::find(work.warnings, warning) == work.warnings.end()) work.warnings.push_back(warning);
+}
+
+/// Throws Error{usage} for a policy whose metrics a sample does not estimate.
+void check_sampled_policies(const RunRequest& request, int layers) {
+  for (const ConfiguredPolicy& policy : request.policies)
+    if (const std::string reason = why_no_sample_of_queries(policy, layers); !reason.empty())
+      throw Error{Refusal::usage, policy.label(), reason, "a replay without --sample"};
 }
 
 void check_cells(TraceWork& work, const Trace& trace) {
@@ -431,6 +475,10 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   work.conditions.eval_queries = eval_queries(trace, request.eval);
   work.conditions.layers = treated_layers(trace, request.treat_sliding);
   work.facts = facts_of(trace, request, work.conditions);
+  if (request.sample.queries > 0) {
+    check_sampled_policies(request, static_cast<int>(work.conditions.layers.size()));
+    draw_sample(request, work);
+  }
 
   if (!request.output.empty()) {
     work.stored_file = identity_at(work.cells_path(request.output));
@@ -438,8 +486,10 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   }
   if (work.stored) take_measured(work.stored->trace, work.facts);
   const auto lacks = [&](bool there) { return request.force || !there; };
-  const std::vector<MetricName> wanted =
-      metrics_of_trace(request.metrics, trace.header().spans, work.conditions.boundary);
+  std::vector<MetricName> wanted = metrics_of_trace(request.metrics, trace.header().spans, work.conditions.boundary);
+  if (work.facts.is_sampled())
+    std::erase_if(wanted,
+                  [](const MetricName& name) { return !why_not_estimated(find_variant(name)->measure).empty(); });
   std::vector<MetricName> of_cells;
   for (const MetricName& name : wanted) {
     if (is_of_cell(name)) of_cells.push_back(name);
@@ -472,6 +522,7 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   if (work.stored)
     for (CellRecord& cell : work.stored->cells) {
       cell.values.clear();
+      cell.by_query.clear();
       cell.seconds.clear();
     }
   return work;
@@ -546,7 +597,7 @@ Batch batch(TraceWork& work, const RunRequest& request) {
     const std::vector<LayerPlan> plans = cell.policy.plans(static_cast<int>(work.conditions.layers.size()));
     const bool scores = request.save_scores || (earlier != nullptr && earlier->has_scores);
     const Wanted wanted{cell.missing, cell.facts.own_memory ? 0 : cell.facts.budget_tokens,
-                        scores && saves_scores(plans), finest(plans, work.facts)};
+                        scores && saves_scores(plans), work.facts.is_sampled(), finest(plans, work.facts)};
     Cell made{.policy = cell.policy,
               .budget = cell.facts.budget_tokens,
               .of_seen = share_of_seen(cell.facts),
@@ -599,7 +650,8 @@ CellRecord asked_again(const CellRecord& earlier, const CellRecord& now) {
 }
 
 /// What the run knows of a cell after it was measured. Values that nobody has measured again stay.
-void complete(CellWork& cell, const CellRecord* earlier, CellResult& result) {
+void complete(const TraceWork& work, CellWork& cell, CellResult& result) {
+  const CellRecord* const earlier = work.earlier(cell.facts.id);
   if (cell.uses_known_sets()) {
     cell.facts = asked_again(*earlier, cell.facts);
   } else {
@@ -608,10 +660,17 @@ void complete(CellWork& cell, const CellRecord* earlier, CellResult& result) {
     cell.facts.seconds = result.seconds;
     if (earlier != nullptr) {
       cell.facts.values = earlier->values;
+      cell.facts.by_query = earlier->by_query;
       cell.facts.role = asked_again(*earlier, cell.facts).role;
     }
   }
   for (auto& [name, values] : result.values) cell.facts.values[name] = std::move(values);
+  for (const auto& [name, values] : result.by_query) {
+    std::vector<double>& in_pairs = cell.facts.by_query[name];
+    in_pairs.clear();
+    for (const int query : work.pairs) in_pairs.push_back(values[static_cast<std::size_t>(query)]);
+  }
+  cell.facts.find_half_widths(work.facts);
   cell.facts.state = CellState::done;
 }
 
@@ -703,7 +762,7 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
       ++tally[violation->law];
       made.of[i]->fail(violation->text());
     } else {
-      complete(*made.of[i], work.earlier(made.of[i]->facts.id), results[i]);
+      complete(work, *made.of[i], results[i]);
     }
   }
   write(request, trace, work, trace_result, made, results);
@@ -729,7 +788,11 @@ CellRecord summary_of(const TraceWork& work, const CellWork& cell) {
   summary.role = cell.facts.role;
   summary.twin_of = twin_of(work, cell);
   summary.family = word_of(cell.policy.card().family);
-  if (summary.state == CellState::failed) summary.values.clear();
+  if (summary.state == CellState::failed) {
+    summary.values.clear();
+    summary.half_widths.clear();
+  }
+  summary.by_query.clear();
   for (auto& [name, values] : summary.values) values = Values(1, 1, values.values().back());
   summary.seconds = {{0, summary.select_seconds()}};
   return summary;

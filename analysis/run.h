@@ -23,6 +23,7 @@
 #include "policies/text/configured.h"
 #include "replay/estimate.h"
 #include "replay/replay.h"
+#include "replay/sample.h"
 #include "replay/stored_observables.h"
 
 namespace kvreplay {
@@ -47,6 +48,7 @@ struct RunRequest {
   std::vector<MetricName> metrics;                         // as parse_metrics makes them
   Detail detail = Detail::layer;
   std::string eval = "continuation";
+  SampleSizes sample;
   std::string boundary = "prompt";
   bool treat_sliding = false;
   bool save_scores = false;

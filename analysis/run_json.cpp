@@ -103,6 +103,7 @@ Json input_json(const TraceRecord& trace) {
                   {"read_observables", trace.read_observables}});
   else
     input["error"] = trace.error;
+  if (trace.is_sampled()) input["sample"] = {{"text", trace.sample}, {"all_eval_queries", trace.all_queries}};
   return input;
 }
 
@@ -156,7 +157,7 @@ const char* word(CellState state) {
 
 std::string run_json(const RunRequest& request, const RunSummary& summary, const std::string& backend,
                      std::chrono::system_clock::time_point start, std::chrono::system_clock::time_point end) {
-  const Json result = {
+  Json result = {
       {"schema", "kvreplay-run/1"},
       {"argv", request.argv},
       {"start", utc(start)},
@@ -188,6 +189,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"warnings", summary.warnings},
       {"cells", list(summary.cells, cell_json)},
   };
+  if (request.sample.queries > 0) result["options"]["sample"] = {{"queries", request.sample.queries}};
   return result.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

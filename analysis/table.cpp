@@ -205,8 +205,11 @@ std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
                   trace.kv_heads),
       trace.dtype};
   if (trace.synthetic) pieces.emplace_back("synthetic");
+  if (trace.is_sampled()) pieces.push_back("ESTIMATE from " + trace.sample_text());
   pieces.emplace_back("OPEN LOOP");
-  return wrapped("trace", pieces, "   ", layout.width, 9);
+  const std::string interval = "± half width of the 95 % interval of an estimate";
+  return wrapped("trace", pieces, "   ", layout.width, 9) +
+         (trace.is_sampled() ? wrapped("sample", words_of(interval), " ", layout.width, 9) : "");
 }
 
 std::string traces_lines(const std::vector<const TraceRecord*>& traces, const Layout& layout) {
@@ -222,7 +225,10 @@ std::string traces_lines(const std::vector<const TraceRecord*>& traces, const La
                   models.size() == 1 ? *models.begin() : fmt::format("{} models", models.size())),
       fmt::format("prompt {} + continuation {} tokens", range_of(traces, &TraceRecord::boundary),
                   range_of(traces, [](const TraceRecord* trace) { return trace->continuation(); })),
-      range_of(traces, [](const TraceRecord* trace) { return std::ssize(trace->treated); }) + " layers", "OPEN LOOP"};
+      range_of(traces, [](const TraceRecord* trace) { return std::ssize(trace->treated); }) + " layers"};
+  if (std::ranges::any_of(traces, &TraceRecord::is_sampled))
+    pieces.emplace_back("ESTIMATES from samples of eval queries");
+  pieces.emplace_back("OPEN LOOP");
   const std::string interval =
       count == 1 ? "no interval, as all traces have one prompt"
                  : fmt::format("± half width of its 95 % interval (Student's t, n = {} prompts)", count);

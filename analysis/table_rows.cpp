@@ -48,6 +48,7 @@ TableColumn metric_column(const MetricName& name) {
                      .better = better_of(name)};
   column.has_interval = column.better != Better::neither && unit != "s";
   column.value = [name](const CellRecord& cell) { return cell.value(name); };
+  column.half_width = [name](const CellRecord& cell) { return cell.half_width(name); };
   column.text = unit == "tokens"  ? one_digit
                 : unit == "bytes" ? kibibytes
                 : unit == "s"     ? short_duration
@@ -380,7 +381,9 @@ MeanInterval TableRows::value(const PolicyRow& row, const TableColumn& column) c
     values.push_back(column.value(*cell));
     prompts.push_back(prompts_.at(cell->trace));
   }
-  return mean_interval(values, prompts);
+  MeanInterval found = mean_interval(values, prompts);
+  if (row.cells.size() == 1 && column.half_width) found.half_width = column.half_width(*row.cells.front());
+  return found;
 }
 
 bool TableRows::is_compared(const PolicyRow& row) {

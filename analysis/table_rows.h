@@ -35,6 +35,7 @@ struct TableColumn {
   bool has_interval = false;  // in a table of means
   std::size_t least_width = 0;
   std::function<double(const CellRecord&)> value = {};
+  std::function<double(const CellRecord&)> half_width = {};  // of the value of one sampled trace; empty: it has none
   std::function<std::string(double)> text = {};
 };
 
@@ -75,6 +76,7 @@ class TableRows {
   /// Policies at their own memory are not, and those without the headline.
   bool is_ranked(const PolicyRow& row) const;
 
+  /// Over several traces their mean; of one trace its value, with an interval where it is an estimate.
   MeanInterval value(const PolicyRow& row, const TableColumn& column) const;
   /// Of one column, in the order of `rows`.
   std::vector<GridCell> cells(const TableColumn& column, std::span<const PolicyRow> rows) const;

@@ -12,6 +12,7 @@
 
 #include "analysis/csv.h"
 #include "analysis/replaced_file.h"
+#include "analysis/sampling_error.h"
 #include "hdf5/hdf5.h"
 #include "hdf5/hdf5_copy.h"
 #include "parameters.h"
@@ -83,6 +84,17 @@ std::vector<Element> read_shaped(const Group& group, const std::string& name, co
   return dataset.values<Element>();
 }
 
+void write_by_query(Group group, const ValuesByQuery& all, int queries) {
+  std::vector<double> numbers;
+  std::string metrics;
+  for (const auto& [name, values] : all) {
+    numbers.insert(numbers.end(), values.begin(), values.end());
+    metrics += csv_line({name.metric, name.variant});
+  }
+  group.write("numbers", std::span<const double>(numbers), {all.size(), extent(queries)});
+  group.write_text("metrics", metrics);
+}
+
 /// Whose numbers stand in a dataset, and how many.
 struct MetricExtent {
   MetricName name;
@@ -134,6 +146,24 @@ ValuesByMetric read_values(const Group& group, const TraceRecord& trace) {
   return all;
 }
 
+ValuesByQuery read_by_query(const Group& group, const TraceRecord& trace) {
+  const hdf5::Dataset metrics = group.dataset("metrics");
+  std::vector<MetricName> names;
+  for (const std::vector<std::string>& fields : parse_csv(metrics.where(), metrics.text())) {
+    if (fields.size() != 2)
+      throw Error{Refusal::input, metrics.where(), "line", "metric,variant", fmt::format("{} fields", fields.size())};
+    names.push_back({fields[0], fields[1]});
+  }
+  const std::size_t queries = index(trace.n_queries);
+  const std::vector<double> numbers = read_shaped<double>(group, "numbers", {names.size(), queries});
+  ValuesByQuery all;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const std::span<const double> own = std::span(numbers).subspan(i * queries, queries);
+    all[names[i]].assign(own.begin(), own.end());
+  }
+  return all;
+}
+
 /// A count, or a number of tokens, heads or layers.
 int count(const Group& group, const std::string& name, int least) {
   const std::int64_t number = group.integer_attribute(name);
@@ -168,6 +198,10 @@ void write_conditions(Group& group, const TraceRecord& trace) {
   set_numbers(group, "treated", trace.treated);
   set_numbers(group, "layer_index", trace.layer_index);
   if (trace.reading_layers > 0) group.set_attribute("reading_layers", std::int64_t{trace.reading_layers});
+  if (trace.is_sampled()) {
+    group.set_attribute("sample", trace.sample);
+    group.set_attribute("all_queries", std::int64_t{trace.all_queries});
+  }
   if (trace.has_equal_heads()) return;
   set_numbers(group, "layer_query_heads", trace.layer_query_heads);
   set_numbers(group, "layer_kv_heads", trace.layer_kv_heads);
@@ -222,6 +256,10 @@ TraceRecord read_conditions(const Group& group, const std::string& name) {
   trace.treated = numbers_of(group, "treated");
   trace.layer_index = numbers_of(group, "layer_index");
   if (group.has_attribute("reading_layers")) trace.reading_layers = count(group, "reading_layers", 1);
+  if (group.has_attribute("sample")) {
+    trace.sample = group.string_attribute("sample");
+    trace.all_queries = count(group, "all_queries", trace.n_queries);
+  }
   if (group.has_attribute("layer_query_heads")) {
     trace.layer_query_heads = numbers_of(group, "layer_query_heads");
     trace.layer_kv_heads = numbers_of(group, "layer_kv_heads");
@@ -404,6 +442,7 @@ struct NewFile {
     Group of_cell = values.create_group(cell.id);
     write_cell_facts(of_cell, cell);
     write_values(of_cell, cell.values);
+    if (by_query) write_by_query(by_query->create_group(cell.id), cell.by_query, trace.n_queries);
     write_seconds(seconds, cell.id, cell.seconds);
   }
 
@@ -412,6 +451,7 @@ struct NewFile {
   Group of_trace = file.create_group("traces").create_group(trace.name);
   Group cells = file.create_group("cells"), values = file.create_group("values"),
         seconds = file.create_group("seconds");
+  std::optional<Group> by_query = trace.is_sampled() ? std::optional(file.create_group("by_query")) : std::nullopt;
 };
 
 /// The granularity of each treated layer.
@@ -449,6 +489,10 @@ void check_positions(const Group& group, std::span<const std::int64_t> offsets, 
 
 }  // namespace
 
+std::string TraceRecord::sample_text() const {
+  return is_sampled() ? fmt::format("{} of {} eval queries", n_queries, all_queries) : "";
+}
+
 int TraceRecord::rows(Heads heads, int layer) const {
   if (has_equal_heads()) return most_rows(heads);
   return rows_of(heads, layer_query_heads[index(layer)], layer_kv_heads[index(layer)]);
@@ -457,6 +501,16 @@ int TraceRecord::rows(Heads heads, int layer) const {
 double CellRecord::value(const MetricName& name) const {
   const auto found = values.find(name);
   return found == values.end() ? std::numeric_limits<double>::quiet_NaN() : found->second.values().back();
+}
+
+double CellRecord::half_width(const MetricName& name) const {
+  const auto found = half_widths.find(name);
+  return found == half_widths.end() ? std::numeric_limits<double>::quiet_NaN() : found->second;
+}
+
+void CellRecord::find_half_widths(const TraceRecord& of) {
+  for (const auto& [name, in_pairs] : by_query)
+    half_widths[name] = error_of_pairs(in_pairs, of.all_queries).half_width();
 }
 
 double CellRecord::select_seconds() const {
@@ -476,9 +530,11 @@ std::optional<DifferingCondition> differing_condition(const TraceRecord& expecte
   const auto sizes = [&](const TraceRecord& of) {
     return list({of.prompt, of.tokens, of.query_heads, of.kv_heads, of.head_dim, of.n_queries});
   };
+  const auto sample = [](const TraceRecord& of) { return of.is_sampled() ? of.sample : std::string("none"); };
   const DifferingCondition all[] = {{"trace hash", expected.hash, found.hash},
                                     {"boundary", std::to_string(expected.boundary), std::to_string(found.boundary)},
                                     {"eval", expected.eval, found.eval},
+                                    {"sample", sample(expected), sample(found)},
                                     {"treated layers", list(expected.treated), list(found.treated)},
                                     {"backend", expected.backend, found.backend},
                                     {"numerics", std::to_string(expected.numerics), std::to_string(found.numerics)},
@@ -513,6 +569,8 @@ TraceRecord read_trace_record(const File& file, const std::filesystem::path& pat
 
 void check_cells_format(const std::filesystem::path& path) { check_format(File::open(path), path); }
 
+bool is_sampled(const std::filesystem::path& path) { return read_trace_record(File::open(path), path).is_sampled(); }
+
 TraceCells read_cell_ids(const std::filesystem::path& path) {
   const File file = File::open(path);
   TraceCells all{read_trace_record(file, path), {}};
@@ -531,6 +589,8 @@ TraceCells read_trace_cells(const std::filesystem::path& path) {
     const Group of_cell = values.group(id);
     CellRecord cell = read_cell_facts(of_cell, id);
     cell.values = read_values(of_cell, all.trace);
+    if (all.trace.is_sampled()) cell.by_query = read_by_query(file.group("by_query").group(id), all.trace);
+    cell.find_half_widths(all.trace);
     cell.seconds = read_seconds(seconds, id, all.trace);
     all.cells.push_back(std::move(cell));
   }

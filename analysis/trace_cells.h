@@ -9,6 +9,8 @@
 //                   time; slots where kept tokens stand in another order; scores float32 [L, H, P]; jaccard_* float64
 //   /values/ID      `numbers`: all its values [L+1, H+1], one metric after the other; `metrics`: lines of
 //                   metric,variant,rows,columns. /values/trace: values of the trace itself
+//   /by_query/ID    of a sampled trace: `numbers` float64 [metrics, n_queries], values of the sampled eval queries in
+//                   pairs of one stratum; `metrics`: lines of metric,variant
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 //
 // H is the finest granularity of the cell's layers, as many rows as the layer with most has; other layers have empty
@@ -49,7 +51,9 @@ struct TraceRecord {
   std::string eval = {};  // as asked for
   int boundary = 0;
   int n_queries = 0;
-  int numerics = 0;  // the version of our numbers
+  std::string sample = {};  // "queries=256,seed=0": metrics are estimated from n_queries eval queries; empty: all
+  int all_queries = 0;      // of a sampled trace: the eval queries that the sample was drawn from
+  int numerics = 0;         // the version of our numbers
   std::string backend = {};
   std::vector<int> treated = {};      // stored layers
   std::vector<int> layer_index = {};  // the model's own number of each stored layer: what tables show
@@ -67,6 +71,9 @@ struct TraceRecord {
   std::string error = {};                            // the whole trace failed
 
   int continuation() const { return tokens - boundary; }
+  bool is_sampled() const { return !sample.empty(); }
+  /// "256 of 2048 eval queries"; empty: all were measured.
+  std::string sample_text() const;
   bool has_equal_heads() const { return layer_query_heads.empty(); }
   /// Rows of a granularity in a stored layer, and in the layer that has most.
   int rows(Heads heads, int layer) const;
@@ -82,8 +89,9 @@ enum class CellState {
 /// A cell is a trace, a policy with all its values and a budget. Its id is the first 16 hexadecimal digits of the
 /// XXH3-128 of these lines, each ended by a newline: "kvreplay cell", then numerics, trace (its hash), policy, params,
 /// budget (tokens), boundary (tokens), eval, layers (stored numbers of the treated ones, with commas), seed and backend
-/// as KEY=VALUE, then source where it is not empty and of_seen, the share of the tokens seen that a budget grows with,
-/// where it does. `numerics` is raised whenever a number of ours changes: the same id means the same numbers.
+/// as KEY=VALUE, then source where it is not empty, of_seen, the share of the tokens seen that a budget grows with,
+/// where it does, and the sample of a sampled trace. `numerics` is raised whenever a number of ours changes: the same
+/// id means the same numbers.
 struct CellRecord {
   std::string id = {};
   std::string role = {};    // asked | control
@@ -102,17 +110,23 @@ struct CellRecord {
   bool has_scores = false;
   bool keeps_all_changed = false;  // every token is kept, and changed: there are no sets to store
   ValuesByMetric values = {};
+  ValuesByQuery by_query = {};            // of a sampled trace, in pairs (replay/sample.h)
   std::vector<CellSeconds> seconds = {};  // [treated]
 
   // Facts of the run, not stored in the file.
-  std::string trace = {};    // the name
-  std::string twin_of = {};  // id of the cell whose random twin this is; empty: none in this run
-  std::string family = {};   // of the policy
+  std::string trace = {};                         // the name
+  std::string twin_of = {};                       // id of the cell whose random twin this is; empty: none in this run
+  std::string family = {};                        // of the policy
+  std::map<MetricName, double> half_widths = {};  // of 95 % intervals over all layers and heads, from by_query
   CellState state = CellState::skipped;
   std::string error = {};
 
   /// Over all layers and heads. NaN: undefined, or not measured.
   double value(const MetricName& name) const;
+  /// Of its 95 % interval. NaN: not an estimate.
+  double half_width(const MetricName& name) const;
+  /// Computes half_widths from by_query.
+  void find_half_widths(const TraceRecord& of);
   /// Scoring and selection, all layers, shared observables apart.
   double select_seconds() const;
 };
@@ -132,6 +146,9 @@ std::optional<DifferingCondition> differing_condition(const TraceRecord& expecte
 
 /// Throws Error{input} for a file that is no file of cells, or that of another version of kvreplay.
 void check_cells_format(const std::filesystem::path& path);
+
+/// Whether the cells of the file are estimates. Throws as read_trace_cells.
+bool is_sampled(const std::filesystem::path& path);
 
 /// The trace without its values, and the cells' ids alone. Throws as read_trace_cells.
 TraceCells read_cell_ids(const std::filesystem::path& path);

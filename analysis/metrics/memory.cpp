@@ -110,23 +110,19 @@ double bytes_over_time(const LayerFacts& facts, const LayerValues& tokens) {
 LayerValues peak_bytes(const LayerFacts& facts) { return {{}, bytes_over_time(facts, peak_residents(facts))}; }
 LayerValues mean_bytes(const LayerFacts& facts) { return {{}, bytes_over_time(facts, mean_residents(facts))}; }
 
-/// Mean over eval queries t and rows of |K'|: kept tokens that t sees, the continuation up to t, and t itself.
-LayerValues held_tokens(const LayerFacts& facts) {
+/// Mean over rows of |K'| of eval query t: kept tokens that t sees, the continuation up to t, and t itself.
+double held_tokens(const LayerFacts& facts, std::int32_t t) {
   const LayerSelection& selection = facts.selection;
-  double held = 0;
-  for (const std::int32_t t : facts.view.eval_queries()) {
-    const KeptSet at_query = selection.differs_by_query() ? selection.seen_by(t) : KeptSet();
-    const KeptSet& set = selection.differs_by_query() ? at_query : selection.set;
-    double of_rows = 0;
-    const int first = facts.view.tensors().first_visible(t);
-    const int after = std::max(0, t + 1 - std::max(set.tokens(), first));
-    for (int row = 0; row < set.rows(); ++row) {
-      const bool alone = t < set.tokens() && !set.keeps(row, t);
-      of_rows += set.count_within(row, first, std::min(t + 1, set.tokens())) + after + (alone ? 1 : 0);
-    }
-    held += of_rows / set.rows();
+  const KeptSet at_query = selection.differs_by_query() ? selection.seen_by(t) : KeptSet();
+  const KeptSet& set = selection.differs_by_query() ? at_query : selection.set;
+  double of_rows = 0;
+  const int first = facts.view.tensors().first_visible(t);
+  const int after = std::max(0, t + 1 - std::max(set.tokens(), first));
+  for (int row = 0; row < set.rows(); ++row) {
+    const bool alone = t < set.tokens() && !set.keeps(row, t);
+    of_rows += set.count_within(row, first, std::min(t + 1, set.tokens())) + after + (alone ? 1 : 0);
   }
-  return {{}, held / static_cast<double>(facts.view.eval_queries().size())};
+  return of_rows / set.rows();
 }
 
 const RegisteredMetric layer_budget_metric{{
@@ -158,7 +154,7 @@ const RegisteredMetric held_tokens_metric{{
                "on, and t itself",
     .source = "kvreplay",
     .edges = "none",
-    .variants = {{"", "mean over rows, then layers", OfLayer{held_tokens}, true}},
+    .variants = {{"", "mean over rows, then layers", OfLayerAtQuery{held_tokens}, true}},
 }};
 
 const RegisteredMetric kv_bytes_metric{{

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <compare>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -84,7 +85,11 @@ struct OfLayer {
   LayerValues (*measure)(const LayerFacts&);
   double (*over_layers)(std::span<const double>) = mean;
 };
-/// The same for each span of tokens below the boundary: the variant's full name is SPAN.NAME.
+/// The same at each eval query, averaged over the eval queries, then the layers.
+struct OfLayerAtQuery {
+  double (*measure)(const LayerFacts&, std::int32_t query);
+};
+/// As OfLayer, for each span of tokens below the boundary: the variant's full name is SPAN.NAME.
 struct OfSpan {
   double (*measure)(const LayerFacts&, const Span&);
 };
@@ -114,8 +119,12 @@ struct OfLiveModel {
   bool of_text = false;  // of generated text (--generate)
 };
 
-using Measure = std::variant<OfMoments, OfPooledMoments, OfProjectedOutput, OfAllQueries, OfBestSet, OfEvalAttention,
-                             OfLayer, OfSpan, OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds, OfLiveModel>;
+using Measure =
+    std::variant<OfMoments, OfPooledMoments, OfProjectedOutput, OfAllQueries, OfBestSet, OfEvalAttention, OfLayer,
+                 OfLayerAtQuery, OfSpan, OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds, OfLiveModel>;
+
+/// Why a sample of the eval queries does not estimate the metric, such as "is a percentile"; empty: it does.
+std::string why_not_estimated(const Measure& measure);
 
 /// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
 enum class Better { neither, higher, lower };

@@ -92,6 +92,13 @@ const MetricCard& metric_card(std::string_view name) {
   return *card;
 }
 
+std::string why_not_estimated(const Measure& measure) {
+  if (std::holds_alternative<OfBestSet>(measure)) return "reads the attention of all eval queries";
+  if (std::holds_alternative<OfEvalAttention>(measure)) return "is a quotient of sums over all eval queries";
+  const auto* of = std::get_if<OfMoments>(&measure);
+  return of != nullptr && of->over_queries != nullptr ? "is a percentile over all eval queries" : "";
+}
+
 const char* word(Better better) {
   return better == Better::higher ? "higher" : better == Better::lower ? "lower" : "neither";
 }

@@ -22,6 +22,7 @@ DOCS = [
     "docs/python.md",
     "docs/questions.md",
     "docs/regret.md",
+    "docs/sampling.md",
     "docs/writing-policies.md",
     "core/policies/README.md",
     "traces/FORMAT.md",

@@ -16,6 +16,7 @@
 #include "all_policies.h"
 #include "naive_attention.h"
 #include "recorded_run.h"
+#include "replay/sample.h"
 #include "trace/writer.h"
 
 namespace kvreplay {
@@ -213,6 +214,40 @@ TEST_P(EveryPolicy, GivesTheSameBitsForAnyNumberOfThreads) {
       for (const auto& [key, comparisons] : one.compared_at) EXPECT_TRUE(same(comparisons, more.compared_at.at(key)));
       for (const auto& [key, comparisons] : one.general) EXPECT_TRUE(same(comparisons, more.general.at(key)));
     }
+  });
+}
+
+TEST_P(EveryPolicy, IsMeasuredTheSameAtSampledQueries) {
+  on_all([](const Trace& trace, int budget) {
+    if (budget != 3 && budget != 40) return;
+    Conditions conditions = default_conditions(trace);
+    const ConfiguredPolicy policy = ConfiguredPolicy::parse(GetParam());
+    if (!why_no_sample_of_queries(policy, static_cast<int>(conditions.layers.size())).empty()) return;
+    const RecordedRun all = record(trace, {GetParam()}, budget);
+    const std::vector<std::int32_t> queries = conditions.eval_queries;
+    std::vector<std::size_t> places;
+    conditions.eval_queries.clear();
+    for (std::size_t q = 0; q < queries.size(); q += q % 3 + 1) {
+      places.push_back(q);
+      conditions.eval_queries.push_back(queries[q]);
+    }
+    const RecordedRun some = record_cells(*tested_backend(1), trace, {{policy, budget}}, conditions);
+    const auto expect_same = [&](const auto& of_all, const auto& of_some) {
+      const std::size_t heads = of_all.size() / queries.size();
+      ASSERT_EQ(of_some.size(), heads * places.size());
+      for (std::size_t head = 0; head < heads; ++head)
+        for (std::size_t i = 0; i < places.size(); ++i)
+          EXPECT_EQ(std::memcmp(&of_all[head * queries.size() + places[i]], &of_some[head * places.size() + i],
+                                sizeof(of_all[0])),
+                    0);
+    };
+    for (const auto& [key, selection] : all.selections) {
+      EXPECT_EQ(selection.set, some.selections.at(key).set);
+      EXPECT_EQ(selection.evicted_at, some.selections.at(key).evicted_at);
+      expect_same(all.moments.at(key), some.moments.at(key));
+      expect_same(all.full.at(key.second), some.full.at(key.second));
+    }
+    for (const auto& [key, comparisons] : all.compared_at) expect_same(comparisons, some.compared_at.at(key));
   });
 }
 

@@ -104,12 +104,16 @@ inline Conditions default_conditions(const Trace& trace) {
   return {prompt, eval_queries(trace, "continuation"), treated_layers(trace, false)};
 }
 
-inline RecordedRun record_cells(Backend& backend, const Trace& trace, const std::vector<Cell>& cells) {
-  const Conditions conditions = default_conditions(trace);
+inline RecordedRun record_cells(Backend& backend, const Trace& trace, const std::vector<Cell>& cells,
+                                const Conditions& conditions) {
   for (const Cell& cell : cells) check_policy(trace, conditions, cell.policy, cell.budget, cell.of_seen);
   RecordedRun run;
   replay(backend, trace, conditions, cells, run);
   return run;
+}
+
+inline RecordedRun record_cells(Backend& backend, const Trace& trace, const std::vector<Cell>& cells) {
+  return record_cells(backend, trace, cells, default_conditions(trace));
 }
 
 inline RecordedRun record_cells(const Trace& trace, const std::vector<Cell>& cells, int threads) {

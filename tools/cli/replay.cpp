@@ -76,6 +76,8 @@ constexpr Option options[] = {
     in_group("measurement", boundary_option),
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation",
      "queries at which metrics are measured; last:N: the last N of the prompt; stride:K: every K-th of the trace"},
+    {"sample", 0, "queries=N", "",
+     "estimate metrics from N of the eval queries, with 95 % intervals, in place of measuring all"},
     {"metrics", 0, "METRIC,...", "", "metrics: NAME or NAME:VARIANT (default: all, base variants)", true},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: skip them, or evict from them too"},
     {"seed", 0, "N", "0", "random seed of every policy that takes one"},
@@ -254,6 +256,8 @@ Prepared requested(const Arguments& arguments) {
   request.detail = parse_detail(arguments.text("detail"));
   for (const GivenValue& value : arguments.values("eval")) at_place(value, [&] { check_eval(value.text); });
   for (const GivenValue& value : arguments.values("boundary")) at_place(value, [&] { check_boundary(value.text); });
+  for (const GivenValue& value : arguments.values("sample"))
+    request.sample = at_place(value, [&] { return SampleSizes::parse(value.text); });
   request.eval = arguments.text("eval");
   request.boundary = arguments.text("boundary");
   request.treat_sliding = arguments.text("sliding") == "treat";
@@ -471,6 +475,16 @@ void report_presses(const Arguments& arguments) {
   }
 }
 
+/// Names the metrics that the user asked for, and that a sample does not estimate.
+void report_not_estimated(const Arguments& arguments, const RunRequest& request) {
+  std::string names;
+  for (const MetricName& name : request.metrics)
+    if (arguments.given("metrics") && request.sample.queries > 0 &&
+        !why_not_estimated(find_variant(name)->measure).empty())
+      names += (names.empty() ? "" : ", ") + name.text();
+  if (!names.empty()) say("kvreplay: not estimated from a sample: {}\n", names);
+}
+
 void report_troubles(const RunSummary& summary) {
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
   for (const CellRecord& cell : summary.cells)
@@ -557,6 +571,7 @@ int run_replay(const Arguments& given) {
   if (!is_quiet) {
     report_read(summary);
     report_presses(arguments);
+    report_not_estimated(arguments, all.request);
     report_earlier_traces(arguments, summary);
   }
   report_troubles(summary);

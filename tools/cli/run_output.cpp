@@ -41,6 +41,7 @@ Json as_json(const RunSummary& summary) {
                   {"select_seconds", cell.select_seconds()},
                   {"values", values}});
     if (!live.empty()) shown["live"] = live;
+    for (const auto& [name, half_width] : cell.half_widths) shown["half_widths"][name.text()] = half_width;
   }
   return document;
 }

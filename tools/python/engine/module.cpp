@@ -62,7 +62,7 @@ std::vector<std::shared_ptr<const Trace>> opened_traces(const nb::list& traces) 
 }
 
 /// run.json, detail, the bytes of the files of cells by trace, and ResultColumns as (owners, metrics, [owner, layer,
-/// head, metric], value).
+/// head, metric], value, half_width).
 nb::tuple in_memory_results(const RunSummary& summary) {
   nb::dict files;
   ResultColumns columns;
@@ -78,7 +78,8 @@ nb::tuple in_memory_results(const RunSummary& summary) {
     numbers.append(as_array(std::move(*column), {rows}));
   return nb::make_tuple(
       summary.about, word(summary.detail), files,
-      nb::make_tuple(nb::cast(columns.owners), metrics, numbers, as_array(std::move(columns.value), {rows})));
+      nb::make_tuple(nb::cast(columns.owners), metrics, numbers, as_array(std::move(columns.value), {rows}),
+                     as_array(std::move(columns.half_width), {rows})));
 }
 
 nb::dict replay(const std::vector<std::string>& words, const nb::list& in_memory, const nb::object& progress) {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvreplay.results import Run
 
 WHOLE = ("budget_tokens", "boundary", "n_queries")
-REAL = ("kept_tokens", "value")
+REAL = ("kept_tokens", "value", "half_width")
 TRUTH = ("open_loop", "synthetic")
 PIECE = 1 << 24  # bytes of results.csv read at a time
 

@@ -38,7 +38,8 @@ COLUMNS = (
     "trace trace_hash model role policy params heads agg budget budget_tokens kept_tokens boundary eval n_queries "
     "layer head metric variant value unit open_loop synthetic backend seed cell"
 ).split()
-NUMBERS = ["budget_tokens", "kept_tokens", "value"]
+OF_SAMPLES = ["sample", "half_width"]  # further columns where a trace is sampled
+NUMBERS = ["budget_tokens", "kept_tokens", "value", "half_width"]
 OF_ROWS = "layer head metric variant value unit".split()  # the other columns are those of a cell, or of a trace
 MEASURED = ("decisions", "device", "dtype", "model_hash")  # further columns of live.csv: part of a row's key
 DECIDED_LIVE = "during-prefill"  # of "decisions": by the live model, which read no token that was evicted before
@@ -152,6 +153,7 @@ class TraceFacts:
     reading_layers: int  # layers that read the keys and values of another
     hash: str  # of the trace; empty: not known
     dtype: str  # empty: the run does not say
+    sample: str  # "256 of 2048 eval queries" that metrics are estimated from; empty: all were measured
     synthetic: bool
     spans: list[Span]
     redundancy: dict[str, np.ndarray]  # key, value: float [L,boundary], NaN where not treated
@@ -198,7 +200,8 @@ class Run:
         """All numbers: the rows of results.csv over all heads (`head` = all), with the column `label`.
 
         Numbers are floats, NaN where undefined; other columns are texts as in the file. Rows of single heads, often
-        most of the file, are omitted."""
+        most of the file, are omitted. A run with a sampled trace has the columns `sample` and `half_width`: half the
+        width of the 95 % interval of an estimate over all layers and heads, NaN for other values."""
         table = self._read(lambda rows: rows["head"] == "all")
         return table.assign(label=labels(table))
 
@@ -256,6 +259,8 @@ class Run:
             table = table[~pd.MultiIndex.from_frame(table[["trace", "cell"]]).isin(failed)]
         recalls = table[table["for_skill"]].drop(columns=["wanted", "for_skill"])
         skill = skill_rows(recalls, twins_of(recalls if cells is None else cells, self._labels))
+        if "half_width" in skill:
+            skill["half_width"] = np.nan
         return pd.concat([table.loc[table["wanted"], recalls.columns], skill], ignore_index=True)
 
     def _file(self, name: str) -> Path | None:
@@ -527,6 +532,7 @@ class Run:
             treated=np.asarray(group.attrs.get("treated", np.arange(int(group.attrs["layers"]))), dtype=int),
             hash=text(group.attrs.get("trace_hash", "")),
             dtype=text(group.attrs.get("dtype", "")),
+            sample=sample_of(group),
             synthetic=bool(group.attrs.get("synthetic", 0)),
             **{key: int(group.attrs[key]) for key in "prompt tokens layers query_heads kv_heads".split()},
         )
@@ -651,8 +657,10 @@ class MemoryRun(Run):
         return Path("results.csv"), self._rows()
 
     def _rows(self) -> Iterator[pd.DataFrame]:
-        owners, metrics, numbers, values = self._columns
-        shared = pd.DataFrame(owners, columns=[name for name in COLUMNS if name not in OF_ROWS], dtype=object)
+        owners, metrics, numbers, values, half_widths = self._columns
+        of_owners = [*(name for name in COLUMNS if name not in OF_ROWS), "sample"]
+        shared = pd.DataFrame(owners, columns=of_owners, dtype=object)
+        columns = [*COLUMNS, *(OF_SAMPLES if (shared["sample"] != "").any() else [])]
         named = np.array(metrics, dtype=object).reshape(-1, 3)
         for begin in range(0, len(values), PIECE):
             owner, layer, head, metric = (column[begin : begin + PIECE] for column in numbers)
@@ -662,7 +670,8 @@ class MemoryRun(Run):
                 rows[name] = np.where(number < 0, "all", number.astype(str))
             rows[["metric", "variant", "unit"]] = named[metric]
             rows["value"] = np.where(np.isfinite(value), value, np.nan)
-            yield rows[COLUMNS]
+            rows["half_width"] = half_widths[begin : begin + PIECE]
+            yield rows[columns]
 
     @cached_property
     def select_seconds(self) -> dict[tuple[str, str], float]:
@@ -677,6 +686,12 @@ class MemoryRun(Run):
         if trace not in self._files:
             raise Error(f"memory:/{trace}", "missing", "a trace of this replay", ", ".join(self._files))
         return h5py.File(h5py.h5f.open_file_image(self._files[trace]))
+
+
+def sample_of(trace: h5py.Group) -> str:
+    """The sample of a trace, as the column `sample` names it; empty: all eval queries were measured."""
+    attributes = trace.attrs
+    return f"{attributes['n_queries']} of {attributes['all_queries']} eval queries" if "sample" in attributes else ""
 
 
 def heads_of_layers(group: h5py.Group, layers: int) -> np.ndarray:
@@ -715,7 +730,7 @@ def chosen(
         raise Error(str(path), "unreadable", "CSV with a header", str(problem)) from problem
     table = pd.concat(found)
     for name in NUMBERS:
-        if table[name].dtype == float:
+        if name not in table.columns or table[name].dtype == float:
             continue
         number = pd.to_numeric(table[name], errors="coerce")
         wrong = table[name][number.isna() & (table[name] != "")]

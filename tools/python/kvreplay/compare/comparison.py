@@ -88,6 +88,10 @@ class Comparison:
             kinds = sorted(set(rows[column]))
             if len(kinds) > 1:
                 self.notes.append(f"traces with different {what} are pooled: {', '.join(kinds)}")
+        if samples := {trace: of for trace, of in zip(rows["trace"], rows["sample"], strict=True) if of}:
+            shown = ", ".join(f"{of} of {trace}" for trace, of in list(samples.items())[:NAMED])
+            self.notes.append(f"estimates from samples: {shown}{', …' if len(samples) > NAMED else ''}; intervals over "
+                              "prompts contain the error of sampling")  # fmt: skip
         self.better = {name: word for run in runs for name in names if (word := run.better_of(name))}
         self.units = {name: unit for run in runs for name in names if (unit := run.unit_of(name))}
         self.notes += untold_note(names, self.better)
@@ -235,6 +239,7 @@ def values_of(run: Run) -> pd.DataFrame:
     heads = zip(rows["trace"], rows["heads"], strict=True)
     return rows.assign(
         run=str(run.folder),
+        sample=run.overall["sample"].fillna("") if "sample" in run.overall else "",
         own_memory=[cell in run.own_memory for cell in cells],
         memory=[group[name] if of == "query" else 1 for name, of in heads],
     )

@@ -47,6 +47,7 @@ def facts_of(trace: Trace) -> TraceFacts:
         treated=np.arange(trace.layers),
         hash="",
         dtype=trace.dtype,
+        sample="",
         synthetic=trace.synthetic,
         query_heads=trace.query_heads,
         kv_heads=trace.kv_heads,

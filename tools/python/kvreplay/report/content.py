@@ -84,6 +84,19 @@ def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
     return whole, by_layer
 
 
+def headline_half_widths(run: Run, traces: Sequence[str]) -> Cells:
+    """Half the widths of the 95 % intervals of the table's columns, where they are estimates from a sample."""
+    rows = run.overall[run.overall["trace"].isin(traces)]
+    found: Cells = {}
+    if "half_width" not in rows:
+        return found
+    names = ["trace", "cell", "metric", "variant", "half_width"]
+    for trace, cell, metric, variant, half_width in rows[names].itertuples(index=False, name=None):
+        if math.isfinite(half_width):
+            found.setdefault((trace, cell), {})[metric, variant] = half_width
+    return found
+
+
 class Page:
     """The content of one page: `content`, a dict for JSON, and `notes` for the reader."""
 
@@ -111,6 +124,7 @@ class Page:
         self.policy_of = dict(zip(run.cells["label"], run.cells["policy"], strict=True))
         self.traces = self._traces(traces, known)
         self.whole, self.by_layer = headline_values(run, self.traces)
+        self.half_widths = headline_half_widths(run, self.traces)
         if len(self.traces) < len(known):
             self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; use --trace for others")
         failed = [cell for cell in run.failed if cell.get("trace") in self.traces]
@@ -292,7 +306,7 @@ class Page:
     def _line(self, row: Any, facts: TraceFacts) -> table.Line:
         key = (facts.name, row["cell"])
         return table.Line(row["label"], row["role"], row["heads"], self.whole[key], key in self.run.own_memory,
-                          key in self.run.fails_twin)  # fmt: skip
+                          key in self.run.fails_twin, self.half_widths.get(key, {}))  # fmt: skip
 
     def _failed(self, trace: str, budget: str) -> list[dict[str, str]]:
         failed = [cell for cell in self.run.failed if (cell.get("trace"), cell.get("budget")) == (trace, budget)]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvreplay.results import TraceFacts
 from kvreplay.skill import SKILL
@@ -101,6 +101,7 @@ class Line:
     values: dict[Metric, float]
     own_memory: bool = False
     fails_twin: bool = False
+    half_widths: dict[Metric, float] = field(default_factory=dict)  # of 95 % intervals of estimates
 
     @property
     def compared(self) -> bool:
@@ -148,7 +149,9 @@ def texts(columns: Sequence[Column], lines: Sequence[Line], better: dict[str, st
         value = line.values.get(column.metric)
         if value is None:
             return [None, "-", False]
-        return [value, column.write(value), line.may_be_best and value == top]
+        half_width = line.half_widths.get(column.metric)
+        interval = "" if half_width is None else f" ± {column.write(half_width)}"
+        return [value, column.write(value) + interval, line.may_be_best and value == top]
 
     return [[texts_of(line, *of_column) for of_column in zip(columns, best, strict=True)] for line in lines]
 
@@ -163,6 +166,7 @@ def trace_line(trace: TraceFacts, treated: int) -> str:
         f"{trace.query_heads} query / {trace.kv_heads} KV heads",
         trace.dtype,
         "synthetic" if trace.synthetic else "",
+        f"ESTIMATE from {trace.sample}, ± half width of the 95 % interval" if trace.sample else "",
     ]
     return "   ".join(filter(None, pieces))
 

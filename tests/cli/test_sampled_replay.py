@@ -1,0 +1,169 @@
+"""Replays that estimate metrics from a sample of the eval queries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from program import done, kvreplay
+from scipy.stats import t
+
+POLICIES = ["-p", "snapkv,h2o,streaming-llm", "-b", "0.1"]
+SAMPLE = ["--sample", "queries=16"]
+
+
+def table(output: Path) -> pd.DataFrame:
+    return pd.read_csv(output / "results.csv", keep_default_na=False, dtype=str)
+
+
+def overall(output: Path) -> pd.DataFrame:
+    """Numbers over all layers and heads by policy, metric and variant."""
+    rows = table(output)
+    rows = rows[(rows["layer"] == "all") & (rows["head"] == "all") & (rows["role"] != "trace")]
+    return rows.set_index(["policy", "metric", "variant"]).sort_index()
+
+
+def by_query(output: Path, cell: str) -> dict[tuple[str, str], np.ndarray]:
+    """Values of the sampled queries in pairs, as the file of cells has them."""
+    with h5py.File(output / "cells/long.h5") as file:
+        group = file["by_query"][cell]
+        lines = group["metrics"].asstr()[()].split()
+        return {tuple(line.split(",")): numbers for line, numbers in zip(lines, group["numbers"][()], strict=True)}
+
+
+def pairs_error(values: np.ndarray, population: int) -> tuple[float, float]:
+    """Variance and degrees of freedom of the mean of values in pairs."""
+    n, squares = len(values), (values[0::2] - values[1::2]) ** 2
+    return (1 - n / population) * squares.sum() / n**2, squares.sum() ** 2 / max((squares**2).sum(), 1e-300)
+
+
+def test_estimates_have_the_intervals_of_their_pairs(traces: Path, tmp_path: Path) -> None:
+    printed = done("replay", traces / "long.h5", *POLICIES, *SAMPLE, "-o", "out", folder=tmp_path)
+    assert "ESTIMATE from 16 of 64 eval queries" in printed and " ± " in printed and "(oracle)" not in printed
+    rows = table(tmp_path / "out")
+    assert list(rows.columns[-2:]) == ["sample", "half_width"]
+    assert set(rows["sample"]) == {"16 of 64 eval queries"} and set(rows["n_queries"]) == {"16"}
+    found = overall(tmp_path / "out")
+    assert ("snapkv", "attention_recall", "oracle") not in found.index
+    cells = found["cell"].groupby("policy").first()
+    for policy, cell in cells.items():
+        values = by_query(tmp_path / "out", cell)
+        assert {("attention_recall", ""), ("output_error", "pooled"), ("held_tokens", "")} <= set(values)
+        for (metric, variant), numbers in values.items():
+            row = found.loc[(policy, metric, variant)]
+            assert numbers.mean() == pytest.approx(float(row["value"]), rel=1e-12, abs=1e-15)
+            variance, degrees = pairs_error(numbers, 64)
+            expected = t.ppf(0.975, degrees) * np.sqrt(variance) if variance > 0 else 0
+            assert float(row["half_width"]) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    of_sets = found.xs("kept_tokens", level="metric")
+    assert set(of_sets["half_width"]) == {""}
+    of_layers = rows[(rows["layer"] != "all") | (rows["role"] == "trace")]
+    assert set(of_layers["half_width"]) == {""}
+
+
+def test_intervals_of_many_seeds_cover_the_exact_values(traces: Path, tmp_path: Path) -> None:
+    words = [
+        "replay",
+        traces / "long.h5",
+        "-p",
+        "snapkv",
+        "-b",
+        "0.1",
+        "--metrics",
+        "attention_recall,output_error:pooled",
+    ]
+    done(*words, "--controls", "none", "-o", "exact", folder=tmp_path)
+    exact = overall(tmp_path / "exact").loc["snapkv", "value"].astype(float)
+    covered, estimates = [], set()
+    for seed in range(40):
+        kvreplay(*words, "--controls", "none", *SAMPLE, "--seed", seed, "-o", f"sample-{seed}", folder=tmp_path)
+        found = overall(tmp_path / f"sample-{seed}").loc["snapkv"]
+        found = found[found["half_width"] != ""]
+        error = (found["value"].astype(float) - exact.loc[found.index]).abs()
+        covered += list(error <= found["half_width"].astype(float))
+        estimates.add(found["value"].iloc[0])
+    assert len(estimates) == 40
+    assert np.mean(covered) > 0.87  # 95 % of some 300 that depend on each other
+
+
+def test_the_exact_replay_is_unchanged(traces: Path, tmp_path: Path) -> None:
+    done("replay", traces / "long.h5", *POLICIES, "-o", "exact", folder=tmp_path)
+    assert "half_width" not in table(tmp_path / "exact").columns
+    with h5py.File(tmp_path / "exact/cells/long.h5") as file:
+        assert set(file) == {"cells", "seconds", "traces", "values"}
+        assert not {"sample", "all_queries"} & set(file["traces/long"].attrs)
+    every = ["--sample", "queries=64", "--controls", "none"]
+    done("replay", traces / "long.h5", *POLICIES, *every, "-o", "every", folder=tmp_path)
+    rows = (tmp_path / "exact/results.csv").read_text().splitlines()
+    assert set((tmp_path / "every/results.csv").read_text().splitlines()) < set(rows)
+
+
+def test_finished_estimates_are_reused(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "long.h5", *POLICIES, *SAMPLE]
+    done(*words, "--metrics", "attention_cosine:,output_error:pooled", "-o", "out", folder=tmp_path)
+    few = set((tmp_path / "out/results.csv").read_text().splitlines())
+    done(*words, "-o", "out", folder=tmp_path)
+    more = set((tmp_path / "out/results.csv").read_text().splitlines())
+    done(*words, "-o", "at-once", folder=tmp_path)
+    assert few < more == set((tmp_path / "at-once/results.csv").read_text().splitlines())
+    again = json.loads(done(*words, "--json", "-o", "out", folder=tmp_path))
+    assert {cell["state"] for cell in again["cells"]} == {"skipped"}
+    assert again["traces"][0]["sample"] == {"text": "queries=16,seed=0", "all_eval_queries": 64}
+    snapkv = next(cell for cell in again["cells"] if cell["policy"] == "snapkv")
+    row = overall(tmp_path / "out").loc[("snapkv", "attention_recall", "")]
+    assert snapkv["half_widths"]["attention_recall"] == float(row["half_width"])
+    shown = done("show", "out", "--columns", "recall,out.err", folder=tmp_path)
+    assert "ESTIMATE from 16 of 64 eval queries" in shown and f"± {float(row['half_width']):.3f}" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sample", "queries=3"], "--sample: queries: not in pairs: expected an even number, found 3"),
+        (["--sample", "quereis=2"], "--sample: unknown parameter: expected queries, found quereis"),
+        (["--sample", "queries=2", "-p", "oracle"],
+         "oracle: selects by the attention of all eval queries: expected a replay without --sample"),
+        (["--sample", "queries=2", "--metrics", "attention_recall:worst"],
+         "attention_recall:worst: is a percentile over all eval queries: expected a replay without --sample"),
+    ],
+)  # fmt: skip
+def test_samples_that_estimate_nothing_are_rejected(
+    traces: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    answer = kvreplay("replay", traces / "long.h5", *POLICIES, *words, "-o", "out", folder=tmp_path)
+    assert (answer.code, answer.err) == (2, f"kvreplay: {message}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_has_one_sample_of_a_trace(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "long.h5", *POLICIES, "-o", "out"]
+    done(*words, *SAMPLE, folder=tmp_path)
+    before = (tmp_path / "out/results.csv").read_bytes()
+    for other in ([], ["--sample", "queries=18"], [*SAMPLE, "--seed", "1"]):
+        answer = kvreplay(*words, *other, folder=tmp_path)
+        assert answer.code == 2 and "sample of the earlier results" in answer.err
+    assert (tmp_path / "out/results.csv").read_bytes() == before
+    done(*words, "--force", folder=tmp_path)
+    assert "half_width" not in table(tmp_path / "out").columns
+
+
+def test_metrics_that_a_sample_does_not_estimate_are_named(traces: Path, tmp_path: Path) -> None:
+    words = ["replay", traces / "long.h5", *POLICIES, *SAMPLE, "--metrics", "attention_recall,attention_recall:worst"]
+    answer = kvreplay(*words, "-o", "out", folder=tmp_path)
+    names = "attention_recall:worst"
+    assert (answer.code, answer.err) == (0, f"kvreplay: not estimated from a sample: {names}\n")
+
+
+def test_exact_and_sampled_traces_are_merged(traces: Path, tmp_path: Path) -> None:
+    done("replay", traces / "long.h5", *POLICIES, *SAMPLE, "-o", "sampled", folder=tmp_path)
+    done("replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "-o", "exact", folder=tmp_path)
+    done("merge", "both", "sampled", "exact", folder=tmp_path)
+    rows = table(tmp_path / "both")
+    assert set(rows["sample"][rows["trace"] == "fixture"]) == {""}
+    assert set(rows["half_width"][rows["trace"] == "fixture"]) == {""}
+    sampled = table(tmp_path / "sampled")
+    assert rows[rows["trace"] == "long"].reset_index(drop=True).equals(sampled)

@@ -1,0 +1,62 @@
+"""Estimates from samples of eval queries, in Python and in what reads a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from program import done, kvreplay
+
+import kvreplay as kv
+
+OPTIONS = {"controls": "none", "metrics": "attention_recall"}
+
+
+@pytest.fixture(scope="module")
+def written(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of results from 6 of the 12 eval queries."""
+    folder = tmp_path_factory.mktemp("sampled")
+    words = ["-p", "snapkv,h2o", "-b", "40", "--controls", "none", "--metrics", "attention_recall"]
+    done("replay", small, *words, "--sample", "queries=6", "-o", "out", folder=folder)
+    return folder / "out"
+
+
+def test_a_run_in_memory_has_the_rows_of_the_folder(small: Path, written: Path) -> None:
+    run = kv.replay(small, ["snapkv", "h2o"], 40, sample="queries=6", **OPTIONS)
+    stored = kv.Run(written)
+    pd.testing.assert_frame_equal(run.results, stored.results)
+    assert (run.folder / "results.csv").read_bytes() == (written / "results.csv").read_bytes()
+    for one in (run, stored):
+        assert one.trace("small").sample == "6 of 12 eval queries"
+        rows = one.overall.set_index(["policy", "metric"])
+        assert set(rows["sample"]) == {"6 of 12 eval queries"}
+        assert (rows.xs("attention_recall", level="metric")["half_width"] > 0).all()
+        assert rows.xs("jaccard_adjacent", level="metric")["half_width"].isna().all()
+        assert "ESTIMATE from 6 of 12 eval queries" in one.table() and " ± " in one.table()
+
+
+def test_exact_runs_have_no_columns_of_samples(small: Path) -> None:
+    run = kv.replay(small, "snapkv", 40, **OPTIONS)
+    assert not {"sample", "half_width"} & set(run.results.columns)
+    assert run.trace("small").sample == ""
+
+
+def test_tables_of_types_have_the_half_width(written: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    kv.Run(written).write_parquet(tmp_path / "results.parquet")
+    half_widths = parquet.read_table(tmp_path / "results.parquet")["half_width"].to_pandas()
+    expected = pd.read_csv(written / "results.csv")["half_width"]
+    np.testing.assert_array_equal(half_widths, expected)
+
+
+def test_comparisons_and_pages_say_that_values_are_estimates(written: Path, tmp_path: Path) -> None:
+    compared = kvreplay("compare", written, "--baseline", "snapkv", folder=tmp_path)
+    assert compared.code == 0 and "estimates from samples: 6 of 12 eval queries of small" in compared.err
+    answer = kvreplay("report", written, "-o", "page.html", folder=tmp_path)
+    assert answer.code == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    row = kv.Run(written).overall.query("policy == 'h2o' and metric == 'attention_recall'").iloc[0]
+    assert "ESTIMATE from 6 of 12 eval queries" in page
+    assert f"{row['value']:.3f} ± {row['half_width']:.3f}" in page

@@ -1,0 +1,169 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <set>
+
+#include "analysis/metrics/metric.h"
+#include "analysis/sampling_error.h"
+#include "random.h"
+#include "replay/replay.h"
+#include "replay/sample.h"
+#include "trace_files.h"
+
+namespace kvreplay {
+namespace {
+
+std::string refusal(const std::string& text) {
+  try {
+    SampleSizes::parse(text);
+  } catch (const Error& error) {
+    return std::to_string(error.exit_code()) + " " + error.what();
+  }
+  return "no refusal";
+}
+
+double mean_of(std::span<const double> values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+std::vector<double> drawn(std::span<const double> population, int count, std::uint64_t seed) {
+  std::vector<double> values;
+  for (const int unit : draw_pairs(static_cast<int>(population.size()), count, seed))
+    values.push_back(population[static_cast<std::size_t>(unit)]);
+  return values;
+}
+
+TEST(SampleSizes, AreReadFromText) {
+  EXPECT_EQ(SampleSizes::parse("queries=256").queries, 256);
+  EXPECT_EQ(refusal("queries=3"), "2 --sample: queries: not in pairs: expected an even number, found 3");
+  EXPECT_EQ(refusal("queries=0"), "2 --sample:queries: out of range: expected 2.., found 0");
+  EXPECT_EQ(refusal("256"), "2 --sample: not an assignment: expected queries=256, found 256");
+  EXPECT_EQ(refusal("query=2"), "2 --sample: unknown parameter: expected queries, found query");
+}
+
+TEST(DrawPairs, DrawsTwoUnitsOfEachStratum) {
+  for (const int population : {4, 11, 12, 97})
+    for (int count = 2; count <= population; count += 2) {
+      const std::vector<int> units = draw_pairs(population, count, 5);
+      ASSERT_EQ(std::ssize(units), count);
+      EXPECT_EQ(std::set<int>(units.begin(), units.end()).size(), units.size());
+      EXPECT_EQ(units, draw_pairs(population, count, 5));
+      const int widest = (population + count / 2 - 1) / (count / 2);  // a stratum
+      for (std::size_t i = 0; i < units.size(); i += 2) {
+        EXPECT_TRUE(units[i] >= 0 && units[i] < population && units[i + 1] >= 0 && units[i + 1] < population);
+        const int apart = std::abs(units[i] - units[i + 1]);
+        EXPECT_LT(std::min(apart, population - apart), widest) << "on the circle";
+      }
+    }
+}
+
+TEST(DrawPairs, DrawsEachUnitWithTheSameProbability) {
+  constexpr int population = 11, count = 6, trials = 20'000;  // strata of 3 and 4 units
+  std::vector<int> times(population);
+  for (int trial = 0; trial < trials; ++trial)
+    for (const int unit : draw_pairs(population, count, static_cast<std::uint64_t>(trial)))
+      ++times[static_cast<std::size_t>(unit)];
+  constexpr double share = static_cast<double>(count) / population;
+  for (const int n : times) EXPECT_NEAR(n, trials * share, 5 * std::sqrt(trials * share * (1 - share)));
+}
+
+TEST(SamplingError, ByHand) {
+  const SamplingError error = error_of_pairs(std::vector{1.0, 3.0, 4.0, 2.0}, 8);
+  EXPECT_DOUBLE_EQ(error.variance, 0.5 / 16 * 8);
+  EXPECT_DOUBLE_EQ(error.degrees, 2);
+  EXPECT_DOUBLE_EQ(error_of_pairs(std::vector{1.0, 3.0, 2.0, 2.0}, 8).degrees, 1) << "of one pair alone";
+  // With 2 degrees of freedom the quantile of p is (2p - 1) sqrt(2 / (1 - (2p - 1)^2)).
+  EXPECT_NEAR(error.half_width(), 0.95 * std::sqrt(2 / (1 - 0.95 * 0.95)) * std::sqrt(0.25), 1e-12);
+  EXPECT_GT(error.half_width(0.01), error.half_width());
+  EXPECT_EQ(error_of_pairs(std::vector{1.0, 3.0}, 2).half_width(), 0) << "every unit";
+}
+
+TEST(SamplingError, IsTheVarianceOfTheEstimate) {
+  std::vector<double> population;
+  for (std::uint64_t i = 0; i < 24; ++i) population.push_back(0.1 * static_cast<double>(i) + uniform(chain(i)));
+  const double exact = mean_of(population);
+  constexpr int trials = 20'000;
+  double estimated = 0, squares = 0;
+  for (std::uint64_t trial = 0; trial < trials; ++trial) {
+    const std::vector<double> values = drawn(population, 8, trial);
+    estimated += error_of_pairs(values, 24).variance / trials;
+    squares += std::pow(mean_of(values) - exact, 2) / trials;
+  }
+  EXPECT_NEAR(estimated / squares, 1, 0.05);
+}
+
+TEST(SamplingError, OfARootOfQuotients) {
+  const std::vector<double> parts{1, 2, 5}, wholes{4, 9, 19};
+  const std::vector<double> values = linearised_root(parts, wholes);
+  EXPECT_NEAR(mean_of(values), 0.5, 1e-15);
+  // The derivative of sqrt(P / W) by the weight of one unit, times n.
+  for (std::size_t i = 0; i < 3; ++i) {
+    constexpr double step = 1e-6;
+    const double moved = std::sqrt((8 + step * parts[i]) / (32 + step * wholes[i]));
+    EXPECT_NEAR(values[i], 0.5 + 3 * (moved - 0.5) / step, 1e-5);
+  }
+  EXPECT_EQ(linearised_root(std::vector{0.0, 0.0}, std::vector{1.0, 0.0}), (std::vector{0.0, 0.0}));
+}
+
+/// The exact values of one replay at each eval query, mean over layers and heads.
+struct AtEveryQuery final : Sink {
+  explicit AtEveryQuery(std::size_t queries) : recall(queries), error(queries), output(queries) {}
+  void failed(int, const Error& reason) override { throw reason; }
+  void measured(const LayerView& view, std::span<const int>, int first, int count,
+                const KeptMoments& moments) override {
+    for (int head = 0; head < view.query_heads(); ++head)
+      for (int query = 0; query < count; ++query) {
+        const auto at = static_cast<std::size_t>(head * count + query), q = static_cast<std::size_t>(first + query);
+        recall[q] += moments.kept[at].mass / view.query_heads() / view.layers();
+        error[q] += moments.kept[at].error_square;
+        output[q] += moments.full[at].output_square;
+      }
+  }
+  std::vector<double> recall, error, output;
+};
+
+/// Of 1,000 intervals 950 cover the exact value, within three binomial standard deviations of 6.9.
+void expect_coverage(int covered) {
+  EXPECT_GE(covered, 950 - 21);
+  EXPECT_LE(covered, 950 + 21);
+}
+
+class SampledReplay : public TraceFiles {};
+
+TEST_F(SampledReplay, IntervalsCoverTheExactValue) {
+  const Trace trace = Trace::open(std::filesystem::path(KVREPLAY_TRACES) / "smollm2-135m-needle.h5");
+  const Conditions conditions{256, eval_queries(trace, "last:224"), treated_layers(trace, false)};
+  const auto all = static_cast<int>(conditions.eval_queries.size());
+  const std::unique_ptr<Backend> backend = make_backend("cpu", 1);
+  for (const char* policy : {"snapkv", "streaming-llm", "random"}) {
+    SCOPED_TRACE(policy);
+    AtEveryQuery exact(conditions.eval_queries.size());
+    const Cell cell{ConfiguredPolicy::parse(policy), 32};
+    replay(*backend, trace, conditions, std::span(&cell, 1), exact);
+    const double recall = mean_of(exact.recall);
+    const double error = std::sqrt(mean_of(exact.error) / mean_of(exact.output));
+    int recalls = 0, errors = 0;
+    for (std::uint64_t trial = 0; trial < 1000; ++trial) {
+      const std::vector<double> of_recall = drawn(exact.recall, 64, trial);
+      recalls += std::abs(mean_of(of_recall) - recall) <= error_of_pairs(of_recall, all).half_width() ? 1 : 0;
+      const std::vector<double> roots = linearised_root(drawn(exact.error, 64, trial), drawn(exact.output, 64, trial));
+      errors += std::abs(mean_of(roots) - error) <= error_of_pairs(roots, all).half_width() ? 1 : 0;
+    }
+    expect_coverage(recalls);
+    expect_coverage(errors);
+  }
+}
+
+TEST_F(SampledReplay, PoliciesOfAllEvalQueriesAreNotSampled) {
+  const auto reason = [](const char* policy) { return why_no_sample_of_queries(ConfiguredPolicy::parse(policy), 4); };
+  EXPECT_EQ(reason("snapkv"), "");
+  EXPECT_EQ(reason("quest"), "");
+  EXPECT_EQ(reason("oracle"), "selects by the attention of all eval queries");
+  EXPECT_EQ(reason("snapkv:score=eval"), "selects by the attention of all eval queries");
+  EXPECT_EQ(reason("oracle:counts=(snapkv)"), "selects by the attention of all eval queries");
+}
+
+}  // namespace
+}  // namespace kvreplay
