@@ -38,7 +38,8 @@ struct CellWork {
   ConfiguredPolicy policy;
   std::vector<MetricName> wanted;
   std::vector<MetricName> missing = {};
-  bool found = false;  // in the file, and not to be made anew
+  bool found = false;                     // in the file, and not to be made anew
+  std::optional<CellResult> looked = {};  // at the sample before this one
   bool lacks_scores = false;
 
   /// Sets that are there are used again, unless scores are wanted, which only scoring makes.
@@ -54,6 +55,7 @@ struct TraceWork {
   std::shared_ptr<const Trace> trace;  // null: it is not open any more, or cannot be opened
   FileIdentity file;                   // that was hashed
   Conditions conditions;
+  std::vector<std::int32_t> eval_queries;  // all, of which `conditions` has a sample
   std::vector<int> pairs;  // of a sampled trace: eval queries of `conditions`, by their numbers, in pairs
   std::optional<Conditions> all_queries;  // for metrics that take every token as eval query
   TraceRecord facts;
@@ -102,6 +104,10 @@ void check_sampled_metrics(const RunRequest& request) {
   if (std::ranges::none_of(request.metrics, [&](const MetricName& name) { return reason_of(name).empty(); }))
     throw Error{Refusal::usage, request.metrics.front().text(), reason_of(request.metrics.front()),
                 "a replay without --sample"};
+  if (request.precision.half_width > 0 &&
+      std::ranges::find(request.metrics, request.precision.metric) == request.metrics.end())
+    throw Error{Refusal::usage, "--precision", request.precision.metric.text() + " is not measured",
+                "one of --metrics"};
 }
 
 /// Traces, cells and their names must be able to mean something before anything is opened.
@@ -115,7 +121,7 @@ void check_request(const RunRequest& request) {
     if (sources.emplace(policy.name() + ":" + policy.params(), source).first->second != source)
       throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files", "different names"};
   }
-  if (request.sample.queries > 0) check_sampled_metrics(request);
+  if (request.is_sampled()) check_sampled_metrics(request);
   check_names(request.traces);
   backends().get(request.backend);
   if (!request.output.empty()) check_results_folder(request.output);
@@ -197,23 +203,35 @@ TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Condit
 
 /// Replaces the eval queries by a sample, where that is fewer. Samples of different traces, and of different sizes, are
 /// independent.
-void draw_sample(const RunRequest& request, TraceWork& work) {
-  std::vector<std::int32_t>& queries = work.conditions.eval_queries;
-  const auto all = static_cast<int>(queries.size());
-  const int count = request.sample.queries;
+void draw_sample(const RunRequest& request, TraceWork& work, int count) {
+  const auto all = static_cast<int>(work.eval_queries.size());
+  work.conditions.eval_queries = work.eval_queries;
+  work.pairs.clear();
+  work.facts.sample.clear();
+  work.facts.n_queries = all;
   if (count >= all) return;
   const std::uint64_t of_trace = std::stoull(work.facts.hash.substr(0, 16), nullptr, 16);
   const std::vector<int> drawn = draw_pairs(all, count, chain(request.seed, of_trace, count));
   std::vector<int> ascending = drawn;
   std::ranges::sort(ascending);
   std::vector<std::int32_t> sampled;
-  for (const int query : ascending) sampled.push_back(queries[static_cast<std::size_t>(query)]);
+  for (const int query : ascending) sampled.push_back(work.eval_queries[static_cast<std::size_t>(query)]);
   for (const int query : drawn)
     work.pairs.push_back(static_cast<int>(std::ranges::lower_bound(ascending, query) - ascending.begin()));
-  queries = std::move(sampled);
-  work.facts.sample = fmt::format("queries={},seed={}", count, request.seed);
+  work.conditions.eval_queries = std::move(sampled);
+  work.facts.looks = request.precision.half_width > 0 ? most_looks : 1;
+  work.facts.sample = fmt::format("queries={},seed={}{}", count, request.seed,
+                                  work.facts.looks > 1 ? fmt::format(",looks={}", work.facts.looks) : "");
   work.facts.all_queries = all;
   work.facts.n_queries = count;
+}
+
+/// Eval queries of the first sample: those of an earlier run where the size follows from its results.
+int first_sample(const RunRequest& request, const TraceWork& work) {
+  const int asked = request.sample.queries > 0 ? request.sample.queries : pilot_queries;
+  const fs::path earlier = request.output.empty() ? fs::path() : work.cells_path(request.output);
+  if (request.precision.half_width == 0 || request.force || !fs::exists(earlier)) return asked;
+  return read_cell_ids(earlier).trace.n_queries;
 }
 
 /// What an earlier run has measured of the trace itself.
@@ -358,7 +376,7 @@ Candidates candidates(const RunRequest& request) {
   for (const char* name : {"full", "random", "oracle"}) {
     ConfiguredPolicy control = ConfiguredPolicy::parse(name, request.seed);
     constexpr int some_layers = 2;
-    if (request.sample.queries == 0 || why_no_sample_of_queries(control, some_layers).empty())
+    if (!request.is_sampled() || why_no_sample_of_queries(control, some_layers).empty())
       all.controls.emplace_back(std::move(control), "control", request.seed);
   }
   return all;
@@ -475,9 +493,10 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   work.conditions.eval_queries = eval_queries(trace, request.eval);
   work.conditions.layers = treated_layers(trace, request.treat_sliding);
   work.facts = facts_of(trace, request, work.conditions);
-  if (request.sample.queries > 0) {
+  if (request.is_sampled()) {
     check_sampled_policies(request, static_cast<int>(work.conditions.layers.size()));
-    draw_sample(request, work);
+    work.eval_queries = work.conditions.eval_queries;
+    draw_sample(request, work, first_sample(request, work));
   }
 
   if (!request.output.empty()) {
@@ -603,7 +622,9 @@ Batch batch(TraceWork& work, const RunRequest& request) {
               .of_seen = share_of_seen(cell.facts),
               .measure = wanted.moments(),
               .checked_at = std::stoull(cell.facts.id, nullptr, 16)};
-    if (cell.uses_known_sets())
+    if (cell.looked)
+      made.known = cell.looked->selections;
+    else if (cell.uses_known_sets())
       made.known = read_selections(work.cells_path(request.output), cell.facts.id, work.facts);
     result.cells.push_back(std::move(made));
     result.wanted.push_back(wanted);
@@ -672,6 +693,8 @@ void complete(const TraceWork& work, CellWork& cell, CellResult& result) {
   }
   cell.facts.find_half_widths(work.facts);
   cell.facts.state = CellState::done;
+  result.values.clear();
+  result.by_query.clear();
 }
 
 /// Into the results folder, or into work.in_memory.
@@ -720,25 +743,22 @@ ObservableKey observable_key(const TraceWork& work, const std::string& backend) 
   return {work.facts.hash, numerics, backend, work.conditions.boundary};
 }
 
-void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally, std::size_t mapped_bytes,
-             const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
-  const std::shared_ptr<const Trace> of_work = opened(request, work);
-  const Trace& trace = *of_work;
-  if (!trace.is_in_memory()) trace.limit_mapped(mapped_bytes);
-  Batch made = batch(work, request);
-  const bool second_pass = std::ranges::any_of(made.wanted, AllQueriesMeasurement::wanted_by);
-  const double first_share = second_pass ? 0.5 : 1.0;
-  const auto in_first = [&](double share, int layers) { heard(share * first_share, layers); };
-  const auto in_second = [&](double share, int layers) { heard(first_share + share * (1 - first_share), layers); };
+/// The cells that a replay has computed, and what it has measured of the trace.
+struct Replayed {
+  Batch made = {};
+  std::vector<CellResult> results = {};
+  TraceResult of_trace = {};
+};
 
-  Measurement measurement(trace, work.conditions, made.wanted, work.of_trace, in_first);
-  const bool of_trace =
-      !work.of_trace.metrics.empty() || work.of_trace.eval_attention || work.of_trace.eval_attention_by_head;
-  if (made.cells.empty() && !of_trace) return write(request, trace, work, {}, made, {});
+/// Replays the cells to compute at the eval queries of the conditions.
+Replayed replayed(const RunRequest& request, Backend& backend, const Trace& trace, TraceWork& work,
+                  const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
+  Replayed all{.made = batch(work, request)};
+  Measurement measurement(trace, work.conditions, all.made.wanted, work.of_trace, heard);
   std::optional<StoredObservables> stored;
   if (request.observables != ObservableUse::ignore)
     stored.emplace(trace, observable_key(work, backend.description()), request.observables == ObservableUse::keep);
-  replay(backend, trace, work.conditions, made.cells, measurement, interrupted, stored ? &*stored : nullptr);
+  replay(backend, trace, work.conditions, all.made.cells, measurement, interrupted, stored ? &*stored : nullptr);
   if (stored) {
     stored->finish();
     work.facts.observables = observables_path(trace);
@@ -746,26 +766,105 @@ void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally
       work.facts.read_observables[name] = static_cast<int>(layers.size());
     work.warnings.insert(work.warnings.end(), stored->warnings().begin(), stored->warnings().end());
   }
+  all.results.resize(all.made.cells.size());
+  all_side_by_side(backend.threads(), all.results.size(),
+                   [&](std::size_t i) { all.results[i] = measurement.take_cell(static_cast<int>(i)); });
+  all.of_trace = measurement.take_trace();
+  for (std::size_t i = 0; i < all.results.size(); ++i) {
+    if (!all.made.of[i]->looked) continue;  // scores and times are those of the decision
+    all.results[i].seconds = all.made.of[i]->looked->seconds;
+    all.results[i].scores = all.made.of[i]->looked->scores;
+  }
+  return all;
+}
 
-  std::vector<CellResult> results(made.cells.size());
-  all_side_by_side(backend.threads(), results.size(),
-                   [&](std::size_t i) { results[i] = measurement.take_cell(static_cast<int>(i)); });
-  measure_all_queries(backend, trace, work, made, results, in_second, interrupted);
-  TraceResult trace_result = measurement.take_trace();
-  for (const auto& [name, values] : trace_result.values) work.facts.values[name] = values;
-  if (request.force || work.facts.observable_seconds.empty())
-    work.facts.observable_seconds = trace_result.observable_seconds;
-  for (std::size_t i = 0; i < results.size(); ++i) {
-    if (!results[i].error.empty()) {
-      made.of[i]->fail(results[i].error);
-    } else if (const std::optional<Violation>& violation = results[i].violation) {
+/// Enters the results into the cells, each once.
+void enter(Replayed& all, TraceWork& work, Tally& tally) {
+  for (std::size_t i = 0; i < all.results.size(); ++i) {
+    CellWork& cell = *all.made.of[i];
+    if (cell.facts.state == CellState::failed) continue;
+    if (!all.results[i].error.empty()) {
+      cell.fail(all.results[i].error);
+    } else if (const std::optional<Violation>& violation = all.results[i].violation) {
       ++tally[violation->law];
-      made.of[i]->fail(violation->text());
+      cell.fail(violation->text());
     } else {
-      complete(work, *made.of[i], results[i]);
+      complete(work, cell, all.results[i]);
     }
   }
-  write(request, trace, work, trace_result, made, results);
+}
+
+/// The cells that were asked for, with their values at the sampled eval queries.
+std::vector<const CellRecord*> asked_cells(const TraceWork& work) {
+  std::vector<const CellRecord*> cells;
+  for (const CellWork& cell : work.cells) {
+    if (cell.facts.role != "asked" || cell.facts.state == CellState::failed) continue;
+    cells.push_back(cell.facts.state == CellState::done ? &cell.facts : work.earlier(cell.facts.id));
+  }
+  return cells;
+}
+
+/// Draws larger samples until one is precise enough. Kept sets are those of the first sample.
+void grow_sample(const RunRequest& request, Backend& backend, const Trace& trace, TraceWork& work, Replayed& all,
+                 Tally& tally, const std::function<void(double, int)>& heard,
+                 const std::function<bool()>& interrupted) {
+  for (int look = 1; look < most_looks && work.facts.is_sampled(); ++look) {
+    enter(all, work, tally);
+    const std::vector<const CellRecord*> cells = asked_cells(work);
+    if (request.precision.suffices(cells, work.facts)) return;
+    const int needed = request.precision.queries_needed(cells, work.facts);
+    for (std::size_t i = 0; i < all.results.size(); ++i) all.made.of[i]->looked = std::move(all.results[i]);
+    work.of_trace.metrics.clear();
+    draw_sample(request, work, std::max(needed, work.facts.n_queries + 2));
+    for (CellWork& cell : work.cells) {
+      cell.facts.id = cell_id(work.facts, cell.facts);
+      cell.facts.values.clear();
+      cell.facts.by_query.clear();
+      cell.facts.half_widths.clear();
+    }
+    Replayed larger = replayed(request, backend, trace, work, heard, interrupted);
+    larger.of_trace.values.merge(all.of_trace.values);
+    larger.of_trace.tokens.merge(all.of_trace.tokens);
+    larger.of_trace.observable_seconds = std::move(all.of_trace.observable_seconds);
+    all = std::move(larger);
+  }
+}
+
+void warn_of_precision(const RunRequest& request, TraceWork& work) {
+  if (request.precision.half_width == 0 || !work.facts.is_sampled()) return;
+  if (request.precision.suffices(asked_cells(work), work.facts)) return;
+  warn_once(work, fmt::format("{}: precision {} not reached with {}", work.facts.name, request.precision.text(),
+                              work.facts.sample_text()));
+}
+
+void compute(const RunRequest& request, Backend& backend, TraceWork& work, Tally& tally, std::size_t mapped_bytes,
+             const std::function<void(double, int)>& heard, const std::function<bool()>& interrupted) {
+  const std::shared_ptr<const Trace> of_work = opened(request, work);
+  const Trace& trace = *of_work;
+  if (!trace.is_in_memory()) trace.limit_mapped(mapped_bytes);
+  const bool of_trace =
+      !work.of_trace.metrics.empty() || work.of_trace.eval_attention || work.of_trace.eval_attention_by_head;
+  if (!of_trace && std::ranges::none_of(work.cells, &CellWork::to_compute)) {
+    warn_of_precision(request, work);
+    return write(request, trace, work, {}, {}, {});
+  }
+  const bool second_pass = std::ranges::any_of(work.cells, [](const CellWork& cell) {
+    return cell.to_compute() && std::ranges::any_of(cell.missing, is<OfAllQueries>);
+  });
+  const double first_share = second_pass ? 0.5 : 1.0;
+  const auto in_first = [&](double share, int layers) { heard(share * first_share, layers); };
+  const auto in_second = [&](double share, int layers) { heard(first_share + share * (1 - first_share), layers); };
+
+  Replayed all = replayed(request, backend, trace, work, in_first, interrupted);
+  if (request.precision.half_width > 0 && !work.stored)
+    grow_sample(request, backend, trace, work, all, tally, in_first, interrupted);
+  measure_all_queries(backend, trace, work, all.made, all.results, in_second, interrupted);
+  for (const auto& [name, values] : all.of_trace.values) work.facts.values[name] = values;
+  if (request.force || work.facts.observable_seconds.empty())
+    work.facts.observable_seconds = all.of_trace.observable_seconds;
+  enter(all, work, tally);
+  warn_of_precision(request, work);
+  write(request, trace, work, all.of_trace, all.made, all.results);
 }
 
 /// The cell whose random twin this one is, by its id; empty: that of none.

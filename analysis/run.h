@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "analysis/metrics/metric.h"
+#include "analysis/precision.h"
 #include "analysis/results.h"
 #include "analysis/trace_cells.h"
 #include "policies/text/configured.h"
@@ -49,6 +50,7 @@ struct RunRequest {
   Detail detail = Detail::layer;
   std::string eval = "continuation";
   SampleSizes sample;
+  Precision precision;
   std::string boundary = "prompt";
   bool treat_sliding = false;
   bool save_scores = false;
@@ -64,6 +66,7 @@ struct RunRequest {
   std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...
   std::map<std::string, std::string> build;
 
+  bool is_sampled() const { return sample.queries > 0 || precision.half_width > 0; }
   bool asks(std::size_t policy, std::size_t budget) const { return !excluded.contains({policy, budget}); }
 };
 

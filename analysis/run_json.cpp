@@ -190,6 +190,7 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"cells", list(summary.cells, cell_json)},
   };
   if (request.sample.queries > 0) result["options"]["sample"] = {{"queries", request.sample.queries}};
+  if (request.precision.half_width > 0) result["options"]["precision"] = request.precision.text();
   return result.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

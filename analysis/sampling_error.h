@@ -6,6 +6,9 @@
 
 namespace kvreplay {
 
+/// The probability that an interval misses the exact value.
+inline constexpr double missed_by_intervals = 0.05;
+
 /// The estimated variance of an estimate.
 struct SamplingError {
   double variance = 0;
@@ -13,7 +16,7 @@ struct SamplingError {
 
   /// Half the width of the interval that misses the exact value with probability `missed`: the quantile of Student's t
   /// distribution times the standard error.
-  double half_width(double missed = 0.05) const;
+  double half_width(double missed = missed_by_intervals) const;
 };
 
 /// Of the mean of values in pairs, of `population` units: (1 - n/N) / n² times the sum of (y - y')² over the n/2 pairs

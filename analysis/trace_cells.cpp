@@ -201,6 +201,7 @@ void write_conditions(Group& group, const TraceRecord& trace) {
   if (trace.is_sampled()) {
     group.set_attribute("sample", trace.sample);
     group.set_attribute("all_queries", std::int64_t{trace.all_queries});
+    group.set_attribute("looks", std::int64_t{trace.looks});
   }
   if (trace.has_equal_heads()) return;
   set_numbers(group, "layer_query_heads", trace.layer_query_heads);
@@ -259,6 +260,7 @@ TraceRecord read_conditions(const Group& group, const std::string& name) {
   if (group.has_attribute("sample")) {
     trace.sample = group.string_attribute("sample");
     trace.all_queries = count(group, "all_queries", trace.n_queries);
+    trace.looks = count(group, "looks", 1);
   }
   if (group.has_attribute("layer_query_heads")) {
     trace.layer_query_heads = numbers_of(group, "layer_query_heads");
@@ -510,7 +512,7 @@ double CellRecord::half_width(const MetricName& name) const {
 
 void CellRecord::find_half_widths(const TraceRecord& of) {
   for (const auto& [name, in_pairs] : by_query)
-    half_widths[name] = error_of_pairs(in_pairs, of.all_queries).half_width();
+    half_widths[name] = error_of_pairs(in_pairs, of.all_queries).half_width(missed_by_intervals / of.looks);
 }
 
 double CellRecord::select_seconds() const {

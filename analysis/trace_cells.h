@@ -52,6 +52,7 @@ struct TraceRecord {
   int boundary = 0;
   int n_queries = 0;
   std::string sample = {};  // "queries=256,seed=0": metrics are estimated from n_queries eval queries; empty: all
+  int looks = 1;            // of a sampled trace: samples whose size may depend on those before
   int all_queries = 0;      // of a sampled trace: the eval queries that the sample was drawn from
   int numerics = 0;         // the version of our numbers
   std::string backend = {};

@@ -126,6 +126,9 @@ using Measure =
 /// Why a sample of the eval queries does not estimate the metric, such as "is a percentile"; empty: it does.
 std::string why_not_estimated(const Measure& measure);
 
+/// Whether it is a mean of values at the eval queries, exactly or to first order.
+bool is_mean_over_queries(const Measure& measure);
+
 /// Which of two values is to be preferred, at the same budget. Sizes have no direction: the budget sets them.
 enum class Better { neither, higher, lower };
 

@@ -99,6 +99,12 @@ std::string why_not_estimated(const Measure& measure) {
   return of != nullptr && of->over_queries != nullptr ? "is a percentile over all eval queries" : "";
 }
 
+bool is_mean_over_queries(const Measure& measure) {
+  const auto* of = std::get_if<OfMoments>(&measure);
+  return (of != nullptr && of->over_queries == nullptr) || std::holds_alternative<OfPooledMoments>(measure) ||
+         std::holds_alternative<OfProjectedOutput>(measure) || std::holds_alternative<OfLayerAtQuery>(measure);
+}
+
 const char* word(Better better) {
   return better == Better::higher ? "higher" : better == Better::lower ? "lower" : "neither";
 }

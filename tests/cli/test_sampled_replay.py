@@ -151,6 +151,77 @@ def test_a_folder_has_one_sample_of_a_trace(traces: Path, tmp_path: Path) -> Non
     assert "half_width" not in table(tmp_path / "out").columns
 
 
+PRECISE = ["replay", "deep.h5", "-p", "snapkv", "-b", "0.1", "--controls", "none"]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with deep.h5, which has 1,024 eval queries."""
+    folder = tmp_path_factory.mktemp("deep")
+    shape = ["--layers", "2", "--prompt", "256", "--continuation", "1024", "--head-dim", "16"]
+    done("synth", "sinks", "-o", "deep.h5", *shape, folder=folder)
+    return folder
+
+
+def test_samples_grow_to_the_precision(deep: Path) -> None:
+    done(*PRECISE, "-o", "exact", folder=deep)
+    recall = ("snapkv", "attention_recall", "")
+    exact = float(overall(deep / "exact").loc[recall, "value"])
+    sizes = []
+    precision = 1.0
+    for name, share in (("pilot", 1), ("half", 0.5), ("third", 0.3), ("every", 1e-5)):
+        precision, output = share * precision, f"precise-{name}"
+        done(*PRECISE, "--precision", precision, "-o", output, folder=deep)
+        row = overall(deep / output).loc[recall]
+        sizes.append(int(row["n_queries"]))
+        if sizes[-1] < 1024:
+            assert float(row["half_width"]) <= precision
+            assert abs(float(row["value"]) - exact) <= 2 * precision
+            with h5py.File(deep / output / "cells/deep.h5") as file:
+                [numbers] = [
+                    numbers
+                    for line, numbers in zip(
+                        file["by_query"][row["cell"]]["metrics"].asstr()[()].split(),
+                        file["by_query"][row["cell"]]["numbers"][()],
+                        strict=True,
+                    )
+                    if line == "attention_recall,"
+                ]
+            variance, degrees = pairs_error(numbers, 1024)
+            expected = t.ppf(1 - 0.025 / 3, degrees) * np.sqrt(variance)
+            assert float(row["half_width"]) == pytest.approx(expected, rel=1e-9)
+        if name == "pilot":
+            precision = expected
+    assert sizes[0] == 64 < sizes[1] < sizes[2] < sizes[3] == 1024
+    assert "half_width" not in table(deep / "precise-every").columns  # every query was measured
+    of_exact = overall(deep / "exact").drop(columns="kept_tokens")
+    of_every = overall(deep / "precise-every").drop(columns="kept_tokens")
+    assert of_every["value"].equals(of_exact.loc[of_every.index, "value"])
+
+
+def test_grown_samples_are_reused(deep: Path) -> None:
+    words = [*PRECISE, "--precision", "1", "-o", "grown"]
+    done(*words, folder=deep)
+    before = overall(deep / "grown")
+    again = json.loads(done(*words, "--json", folder=deep))
+    assert {cell["state"] for cell in again["cells"]} == {"skipped"}
+    done(*[word if word != "snapkv" else "h2o" for word in words], folder=deep)
+    after = overall(deep / "grown")
+    assert set(after["n_queries"]) == set(before["n_queries"])
+    assert after.loc["snapkv"].equals(before.loc["snapkv"])
+    answer = kvreplay(*[word if word != "1" else "0.0001" for word in words], folder=deep)
+    assert answer.code == 0
+    sizes = f"{before['n_queries'].iloc[0]} of 1024 eval queries"
+    assert answer.err == f"kvreplay: warning: deep: precision 0.0001:attention_recall not reached with {sizes}\n"
+
+
+def test_samples_end_when_the_order_is_settled(deep: Path) -> None:
+    words = ["replay", "deep.h5", "-p", "snapkv,random", "-b", "0.1", "--controls", "none", "--precision", "1e-6"]
+    done(*words, "-o", "ordered", folder=deep)
+    rows = overall(deep / "ordered")
+    assert set(rows["n_queries"]) == {"64"}
+
+
 def test_metrics_that_a_sample_does_not_estimate_are_named(traces: Path, tmp_path: Path) -> None:
     words = ["replay", traces / "long.h5", *POLICIES, *SAMPLE, "--metrics", "attention_recall,attention_recall:worst"]
     answer = kvreplay(*words, "-o", "out", folder=tmp_path)

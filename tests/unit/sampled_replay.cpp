@@ -6,6 +6,7 @@
 #include <set>
 
 #include "analysis/metrics/metric.h"
+#include "analysis/precision.h"
 #include "analysis/sampling_error.h"
 #include "random.h"
 #include "replay/replay.h"
@@ -154,6 +155,100 @@ TEST_F(SampledReplay, IntervalsCoverTheExactValue) {
     expect_coverage(recalls);
     expect_coverage(errors);
   }
+}
+
+/// Cells of policies whose exact values at all queries are `populations`, at a sample of the queries.
+struct SampledCells {
+  SampledCells(const std::vector<std::vector<double>>& populations, int count, std::uint64_t seed) {
+    trace.n_queries = count;
+    trace.all_queries = static_cast<int>(populations.front().size());
+    for (const std::vector<double>& population : populations) {
+      CellRecord& cell = cells.emplace_back();
+      cell.budget = "0.1";
+      cell.by_query[{"attention_recall", ""}] = drawn(population, count, seed);
+    }
+    for (const CellRecord& cell : cells) pointers.push_back(&cell);
+  }
+
+  TraceRecord trace;
+  std::vector<CellRecord> cells;
+  std::vector<const CellRecord*> pointers;
+};
+
+std::vector<double> noise(double mean, double width, std::uint64_t seed) {
+  std::vector<double> values;
+  for (std::uint64_t i = 0; i < 2000; ++i) values.push_back(mean + width * (uniform(chain(seed, i)) - 0.5));
+  return values;
+}
+
+TEST(Precision, IsReadFromText) {
+  EXPECT_EQ(Precision::parse("0.005").text(), "0.005:attention_recall");
+  EXPECT_EQ(Precision::parse("0.02:output_error:pooled").text(), "0.02:output_error:pooled");
+  const auto refused = [](const char* text) {
+    try {
+      Precision::parse(text);
+    } catch (const Error& error) {
+      return std::to_string(error.exit_code()) + " " + error.what();
+    }
+    return std::string("no refusal");
+  };
+  EXPECT_EQ(refused("0"), "2 --precision: out of range: expected a half width above 0, as 0.005, found 0");
+  EXPECT_EQ(refused("0.1:kept_tokens"),
+            "2 --precision: kept_tokens does not depend on the eval queries: expected a metric of eval queries, as "
+            "attention_recall");
+  EXPECT_EQ(refused("0.1:attention_recall:worst"),
+            "2 --precision: attention_recall:worst is a percentile over all eval queries: expected a metric of eval "
+            "queries, as attention_recall");
+}
+
+TEST(Precision, IsReachedByEveryPolicy) {
+  const SampledCells some({noise(0.5, 0.1, 1), noise(0.5, 0.4, 2)}, 64, 3);
+  const auto half_width = [&](std::size_t cell) {
+    return error_of_pairs(some.cells[cell].by_query.begin()->second, 2000).half_width(0.05 / 3);
+  };
+  EXPECT_TRUE(Precision{half_width(1)}.is_reached(some.pointers, some.trace));
+  EXPECT_FALSE(Precision{0.99 * half_width(1)}.is_reached(some.pointers, some.trace)) << half_width(0);
+}
+
+TEST(Precision, OrderIsSettledWhereAllPairsDiffer) {
+  const std::vector<double> one = noise(0.5, 0.4, 1);
+  std::vector<double> more = one;  // as noisy, but it differs from the first by the same at each query
+  for (std::size_t i = 0; i < more.size(); ++i) more[i] += 0.01 + 0.001 * static_cast<double>(i % 2);
+  const Precision precision{1e-9};
+  const auto settled = [&](const std::vector<std::vector<double>>& policies) {
+    const SampledCells some(policies, 64, 3);
+    return precision.is_order_settled(some.pointers, some.trace);
+  };
+  EXPECT_TRUE(settled({one, more}));
+  EXPECT_FALSE(settled({one, more, noise(0.5, 0.4, 2)}));
+  EXPECT_FALSE(settled({one})) << "nothing is ordered";
+}
+
+TEST(Precision, GrowingSamplesCoverTheExactValue) {
+  const std::vector<std::vector<double>> populations{noise(0.5, 0.2, 1), noise(0.6, 0.3, 2), noise(0.6, 0.3, 3)};
+  const Precision precision{0.01};
+  int covered = 0, reached = 0, all_queries = 0;
+  for (std::uint64_t trial = 0; trial < 1000; ++trial) {
+    int count = pilot_queries;
+    for (int look = 1;; ++look) {
+      const SampledCells some(populations, count, chain(trial, count));
+      const int needed = precision.queries_needed(some.pointers, some.trace);
+      const bool suffices = precision.suffices(some.pointers, some.trace);
+      if (!suffices && look < most_looks) {
+        count = std::max(needed, count + 2);
+        continue;
+      }
+      const std::vector<double>& values = some.cells[1].by_query.begin()->second;
+      const double half_width = error_of_pairs(values, 2000).half_width(0.05 / most_looks);
+      covered += std::abs(mean(values) - mean(populations[1])) <= half_width ? 1 : 0;
+      reached += suffices ? 1 : 0;
+      all_queries += count;
+      break;
+    }
+  }
+  EXPECT_GE(covered, 950 - 21) << "at least 95 %: the intervals are conservative";
+  EXPECT_GE(reached, 990);
+  EXPECT_LT(all_queries / 1000, 1000) << "of 2,000 queries";
 }
 
 TEST_F(SampledReplay, PoliciesOfAllEvalQueriesAreNotSampled) {

@@ -78,6 +78,10 @@ constexpr Option options[] = {
      "queries at which metrics are measured; last:N: the last N of the prompt; stride:K: every K-th of the trace"},
     {"sample", 0, "queries=N", "",
      "estimate metrics from N of the eval queries, with 95 % intervals, in place of measuring all"},
+    {"precision", 0, "P[:METRIC]", "",
+     "sample more eval queries until the 95 % interval of each policy's METRIC (default: attention_recall) is at most "
+     "±P, "
+     "or their order is settled"},
     {"metrics", 0, "METRIC,...", "", "metrics: NAME or NAME:VARIANT (default: all, base variants)", true},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: skip them, or evict from them too"},
     {"seed", 0, "N", "0", "random seed of every policy that takes one"},
@@ -258,6 +262,8 @@ Prepared requested(const Arguments& arguments) {
   for (const GivenValue& value : arguments.values("boundary")) at_place(value, [&] { check_boundary(value.text); });
   for (const GivenValue& value : arguments.values("sample"))
     request.sample = at_place(value, [&] { return SampleSizes::parse(value.text); });
+  for (const GivenValue& value : arguments.values("precision"))
+    request.precision = at_place(value, [&] { return Precision::parse(value.text); });
   request.eval = arguments.text("eval");
   request.boundary = arguments.text("boundary");
   request.treat_sliding = arguments.text("sliding") == "treat";
@@ -479,8 +485,7 @@ void report_presses(const Arguments& arguments) {
 void report_not_estimated(const Arguments& arguments, const RunRequest& request) {
   std::string names;
   for (const MetricName& name : request.metrics)
-    if (arguments.given("metrics") && request.sample.queries > 0 &&
-        !why_not_estimated(find_variant(name)->measure).empty())
+    if (arguments.given("metrics") && request.is_sampled() && !why_not_estimated(find_variant(name)->measure).empty())
       names += (names.empty() ? "" : ", ") + name.text();
   if (!names.empty()) say("kvreplay: not estimated from a sample: {}\n", names);
 }
