@@ -64,11 +64,11 @@ void set_row(Values& values, const LayerValues& of_layer, int rows, int most, in
   values(stored_layer, columns) = of_layer.layer;
 }
 
-/// The row of all layers, from those of the treated ones.
-void set_all_layers(Values& values, std::span<const int> treated, double (*over_layers)(std::span<const double>)) {
+/// The row of all layers, from those of the replayed ones.
+void set_all_layers(Values& values, std::span<const int> replayed, double (*over_layers)(std::span<const double>)) {
   for (int column = 0; column < values.columns(); ++column) {
     std::vector<double> by_layer;
-    for (const int layer : treated) by_layer.push_back(values(layer, column));
+    for (const int layer : replayed) by_layer.push_back(values(layer, column));
     values(values.rows() - 1, column) = over_layers(by_layer);
   }
 }
@@ -92,34 +92,67 @@ LayerValues pooled(std::span<const double> parts, std::span<const double> wholes
   return values;
 }
 
-/// [L+1, Hq+1] from the functions' reductions [treated, Hq] over the eval queries.
-Values values_by_head(std::span<const Matrix> functions, std::span<const int> treated, const TraceHeader& header) {
-  Values values;
-  for (int l = 0; l < functions.front().rows(); ++l) {
-    const int stored_layer = treated[static_cast<std::size_t>(l)], own = header.shape(stored_layer).query_heads;
-    const auto of_heads = [&](const Matrix& function) { return function.row(l).first(static_cast<std::size_t>(own)); };
-    const std::span<const double> heads = of_heads(functions.front());
-    set_row(values,
-            functions.size() == 1 ? mean_of_heads({heads.begin(), heads.end()}) : pooled(heads, of_heads(functions[1])),
-            own, functions.front().columns(), stored_layer, header.layers);
-  }
-  set_all_layers(values, treated, mean);
+/// Of the measured heads of layer l, by its number.
+std::vector<double> of_heads(const Matrix& function, const MeasuredLayers& measured, std::size_t l) {
+  std::vector<double> values;
+  for (const int head : measured.heads[l]) values.push_back(function(static_cast<int>(l), head));
   return values;
 }
 
-/// [queries] from the functions' sums over the heads of each layer, [treated, queries].
-std::vector<double> values_by_query(std::span<const Matrix* const> functions, std::span<const int> treated,
-                                    const TraceHeader& header) {
+/// [L+1, Hq+1] from the functions' reductions [replayed, Hq] over the eval queries. NaN for heads that are not
+/// measured.
+Values values_by_head(std::span<const Matrix> functions, const MeasuredLayers& measured, const TraceHeader& header) {
+  Values values;
+  for (std::size_t l = 0; l < measured.layers.size(); ++l) {
+    const int own = header.shape(measured.layers[l]).query_heads;
+    const std::vector<double> first = of_heads(functions.front(), measured, l);
+    const LayerValues found =
+        functions.size() == 1 ? mean_of_heads(first) : pooled(first, of_heads(functions[1], measured, l));
+    LayerValues at_heads{std::vector<double>(static_cast<std::size_t>(own), undefined), found.layer};
+    for (std::size_t i = 0; i < found.heads.size(); ++i)
+      at_heads.heads[static_cast<std::size_t>(measured.heads[l][i])] = found.heads[i];
+    set_row(values, at_heads, own, functions.front().columns(), measured.layers[l], header.layers);
+  }
+  set_all_layers(values, measured.layers, mean);
+  return values;
+}
+
+/// [queries] from the functions' sums over the heads of each layer, [replayed, queries].
+std::vector<double> values_by_query(std::span<const Matrix* const> functions, const MeasuredLayers& measured) {
   std::vector<double> values(static_cast<std::size_t>(functions.front()->columns()));
   for (int l = 0; l < functions.front()->rows(); ++l) {
     const std::span<const double> sums = functions.front()->row(l);
-    const double heads = header.shape(treated[static_cast<std::size_t>(l)]).query_heads;
+    const auto heads = static_cast<double>(measured.heads[static_cast<std::size_t>(l)].size());
     const std::vector<double> roots =
         functions.size() > 1 ? linearised_root(sums, functions[1]->row(l)) : std::vector<double>();
     for (std::size_t q = 0; q < values.size(); ++q) values[q] += roots.empty() ? sums[q] / heads : roots[q];
   }
   for (double& value : values) value /= functions.front()->rows();
   return values;
+}
+
+/// Means over the query heads of each KV head.
+std::vector<double> by_kv_head(std::span<const double> of_query_heads, std::size_t group) {
+  std::vector<double> values;
+  for (std::size_t head = 0; head < of_query_heads.size(); head += group)
+    values.push_back(mean(of_query_heads.subspan(head, group)));
+  return values;
+}
+
+/// [replayed, measured KV heads] values whose mean in each layer is that of the layer, exactly or to first order.
+std::vector<double> values_by_kv_head(std::span<const Matrix> functions, const MeasuredLayers& measured,
+                                      const TraceHeader& header) {
+  std::vector<double> all;
+  for (std::size_t l = 0; l < measured.layers.size(); ++l) {
+    const LayerShape shape = header.shape(measured.layers[l]);
+    const auto of = [&](const Matrix& function) {
+      return by_kv_head(of_heads(function, measured, l), static_cast<std::size_t>(shape.query_heads / shape.kv_heads));
+    };
+    const std::vector<double> first = of(functions.front());
+    const std::vector<double> values = functions.size() == 1 ? first : linearised_root(first, of(functions[1]));
+    all.insert(all.end(), values.begin(), values.end());
+  }
+  return all;
 }
 
 Values single(double value) { return Values(1, 1, value); }
@@ -155,43 +188,57 @@ MomentMeans means_of(const Wanted& wanted, const Conditions& conditions, int que
   for (const MetricName& name : wanted.metrics)
     std::ranges::copy(functions_of<Of>(name), std::back_inserter(functions));
   const std::size_t queries = conditions.eval_queries.size();
-  return {std::move(functions), static_cast<int>(conditions.layers.size()), query_heads, queries,
+  return {std::move(functions), static_cast<int>(conditions.replayed_layers().size()), query_heads, queries,
           wanted.by_query ? queries : 0};
 }
 
 template <class Of>
-void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans& means, const Conditions& conditions,
+void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans& means, const MeasuredLayers& measured,
                 const TraceHeader& header) {
   std::size_t next = 0;
   for (const MetricName& name : wanted.metrics) {
     std::vector<Matrix> functions;
     for (std::size_t count = functions_of<Of>(name).size(); count > 0; --count)
       functions.push_back(means.means(next++));
-    if (!functions.empty()) values[name] = values_by_head(functions, conditions.layers, header);
+    if (!functions.empty()) values[name] = values_by_head(functions, measured, header);
   }
 }
 
-void add_by_query(ValuesByQuery& values, const Wanted& wanted, const MomentMeans& means, const Conditions& conditions,
-                  const TraceHeader& header) {
+void add_by_head(ValuesByUnit& values, const Wanted& wanted, const MomentMeans& means, const MeasuredLayers& measured,
+                 const TraceHeader& header) {
+  std::size_t next = 0;
+  for (const MetricName& name : wanted.metrics) {
+    std::vector<Matrix> functions;
+    for (std::size_t count = functions_of<OfMoments>(name).size(); count > 0; --count)
+      functions.push_back(means.means(next++));
+    if (!functions.empty()) values[name] = values_by_kv_head(functions, measured, header);
+  }
+}
+
+void add_by_query(ValuesByUnit& values, const Wanted& wanted, const MomentMeans& means,
+                  const MeasuredLayers& measured) {
   std::size_t next = 0;
   for (const MetricName& name : wanted.metrics) {
     std::vector<const Matrix*> functions;
     for (std::size_t count = functions_of<OfMoments>(name).size(); count > 0; --count)
       functions.push_back(&means.sums_of_heads(next++));
-    if (!functions.empty()) values[name] = values_by_query(functions, conditions.layers, header);
+    if (!functions.empty()) values[name] = values_by_query(functions, measured);
   }
 }
 
-void add_block(std::vector<MomentMeans>& means, const LayerView& view, std::span<const int> cells, int first, int count,
-               const KeptMoments& moments, const Comparisons& comparisons) {
+void add_block(std::vector<MomentMeans>& means, const LayerView& view, const MeasuredLayers& measured,
+               std::span<const int> cells, int first, int count, const KeptMoments& moments,
+               const Comparisons& comparisons) {
+  const std::size_t layer = measured.number(view);
   for (std::size_t i = 0; i < cells.size(); ++i) {
     const auto general = comparisons.find(cells[i]);
-    for (int head = 0; head < view.query_heads(); ++head)
+    for (const int head : measured.heads[layer])
       for (int query = 0; query < count; ++query) {
         const std::size_t at = place(0, view.query_heads(), head, count, query);
-        means[static_cast<std::size_t>(cells[i])].add(
-            view.layer(), head, first + query, moments.kept[place(i, view.query_heads(), head, count, query)],
-            moments.full[at], general == comparisons.end() ? nullptr : &general->second[at]);
+        means[static_cast<std::size_t>(cells[i])].add(static_cast<int>(layer), head, first + query,
+                                                      moments.kept[place(i, view.query_heads(), head, count, query)],
+                                                      moments.full[at],
+                                                      general == comparisons.end() ? nullptr : &general->second[at]);
       }
   }
 }
@@ -212,6 +259,22 @@ std::optional<MomentParts> Wanted::moments() const {
 }
 
 std::optional<MomentParts> Wanted::moments_of_all_queries() const { return parts_read<OfAllQueries>(metrics); }
+
+MeasuredLayers::MeasuredLayers(const TraceHeader& header, const Conditions& conditions) {
+  for (const int layer : conditions.replayed_layers()) {
+    const auto l = static_cast<std::size_t>(layer);
+    const LayerShape shape = header.shape(layers.emplace_back(conditions.layers[l]));
+    const int group = shape.query_heads / shape.kv_heads;
+    std::vector<int>& own = heads.emplace_back();
+    for (int head = 0; head < shape.query_heads; ++head)
+      if (conditions.sampled_heads.empty() || std::ranges::binary_search(conditions.sampled_heads[l], head / group))
+        own.push_back(head);
+  }
+}
+
+std::size_t MeasuredLayers::number(const LayerView& view) const {
+  return static_cast<std::size_t>(std::ranges::lower_bound(layers, view.stored_layer()) - layers.begin());
+}
 
 MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries,
                          std::size_t summed_queries)
@@ -250,29 +313,30 @@ Measurement::Measurement(const Trace& trace, const Conditions& conditions, std::
     : trace_(trace),
       conditions_(conditions),
       largest_(trace.header().largest_shape(conditions.layers)),
+      measured_(trace.header(), conditions),
       wanted_(std::move(wanted)),
       of_trace_(std::move(of_trace)),
       heard_(std::move(heard)),
       results_(wanted_.size()),
       of_queries_(wanted_.size()),
-      expected_(wanted_.size(), std::vector<std::vector<ExpectedRecall>>(conditions.layers.size())) {
+      expected_(wanted_.size(), std::vector<std::vector<ExpectedRecall>>(measured_.layers.size())) {
   const TraceHeader& header = trace.header();
   const AtQuery recall{measure_as<OfMoments>({"attention_recall", ""})->from_moments};
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
     means_.push_back(means_of<OfMoments>(wanted_[c], conditions, largest_.query_heads));
-    recall_.emplace_back(std::vector{recall}, static_cast<int>(conditions.layers.size()), largest_.query_heads,
+    recall_.emplace_back(std::vector{recall}, static_cast<int>(measured_.layers.size()), largest_.query_heads,
                          conditions.eval_queries.size());
     projected_.emplace_back();
     for (const MetricName& name : wanted_[c].metrics)
-      if (measure_as<OfProjectedOutput>(name) != nullptr) projected_[c][name].resize(conditions.layers.size());
+      if (measure_as<OfProjectedOutput>(name) != nullptr) projected_[c][name].resize(measured_.layers.size());
     if (wanted_[c].by_query)
       for (const MetricName& name : wanted_[c].metrics)
         if (measure_as<OfProjectedOutput>(name) != nullptr || measure_as<OfLayerAtQuery>(name) != nullptr)
           of_queries_[c][name].resize(conditions.eval_queries.size());
-    results_[c].selections.resize(conditions.layers.size());
-    results_[c].seconds.resize(conditions.layers.size());
+    results_[c].selections.resize(measured_.layers.size());
+    results_[c].seconds.resize(measured_.layers.size());
   }
-  trace_result_.observable_seconds.resize(conditions.layers.size());
+  trace_result_.observable_seconds.resize(measured_.layers.size());
   for (const MetricName& name : of_trace_.metrics)
     trace_result_.tokens[name] = undefined_tokens(header.layers, 1, conditions.boundary);
   if (of_trace_.eval_attention) trace_result_.eval_attention = undefined_tokens(header.layers, 1, conditions.boundary);
@@ -328,9 +392,10 @@ void Measurement::scored(const LayerView& view, int cell, const Matrix& scores) 
 void Measurement::selected(const LayerView& view, int cell, const LayerSelection& selection, const StoredLayer* stored,
                            const CellSeconds& seconds) {
   const std::size_t c = static_cast<std::size_t>(cell);
-  const std::size_t l = static_cast<std::size_t>(view.layer());
+  const auto l = measured_.number(view);
   CellResult& result = results_[c];
   result.selections[l] = selection;
+  if (!conditions_.sampled_layers.empty()) result.selections[l].source = static_cast<int>(l);
   result.seconds[l] = seconds;
   const LayerFacts facts{view, selection, stored};
   const int layer = view.stored_layer();
@@ -393,15 +458,14 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
                 "attention is NaN (run kvreplay validate --deep to find the tensor)", "finite queries, keys and values",
                 "NaN or Inf"};
-  add_block(means_, view, cells, first, count, moments, comparisons_);
-  add_block(recall_, view, cells, first, count, moments, comparisons_);
+  add_block(means_, view, measured_, cells, first, count, moments, comparisons_);
+  add_block(recall_, view, measured_, cells, first, count, moments, comparisons_);
   add_projected(view, cells, first, count, moments.outputs);
   comparisons_.clear();
   for (std::size_t i = 0; i < cells.size(); ++i) {
-    const LayerSelection& selection =
-        results_[static_cast<std::size_t>(cells[i])].selections[static_cast<std::size_t>(view.layer())];
+    const LayerSelection& selection = results_[static_cast<std::size_t>(cells[i])].selections[measured_.number(view)];
     const KeptSet& set = selection.set;
-    for (int head = 0; head < view.query_heads(); ++head) {
+    for (const int head : measured_.heads[measured_.number(view)]) {
       const bool keeps_everything =
           !selection.differs_by_query() && set.count(set.row_of(head, view.group())) == set.tokens();
       for (int query = 0; query < count; ++query)
@@ -431,7 +495,7 @@ void Measurement::add_projected(const LayerView& view, std::span<const int> cell
   for (std::size_t i = 0; i < cells.size(); ++i) {
     for (auto& [name, sums] : projected_[static_cast<std::size_t>(cells[i])]) {
       const OfProjectedOutput& of = *measure_as<OfProjectedOutput>(name);
-      double& sum = sums[static_cast<std::size_t>(view.layer())];
+      double& sum = sums[measured_.number(view)];
       std::vector<double> values;
       for (int query = 0; query < count; ++query) {
         const auto position = static_cast<std::size_t>(view.eval_queries()[static_cast<std::size_t>(first + query)]);
@@ -464,7 +528,7 @@ void Measurement::cross_checked(const LayerView& view, int cell, int query, int 
 }
 
 void Measurement::layer_done(const LayerView& view, int walk, int walks) {
-  const std::size_t l = static_cast<std::size_t>(view.layer());
+  const auto l = measured_.number(view);
   trace_result_.observable_seconds[l] += view.observable_seconds();
   for (CellResult& result : results_) result.selections[l].reads = {};  // which read the layer
   for (std::size_t c = 0; c < wanted_.size(); ++c) {
@@ -473,8 +537,9 @@ void Measurement::layer_done(const LayerView& view, int walk, int walks) {
     const KeptSet& set = results_[c].selections[l].set;
     for (int row = 0; row < set.rows(); ++row) {
       std::vector<double> of_row;
-      for (int head = 0; head < view.query_heads(); ++head)
-        if (set.row_of(head, view.group()) == row) of_row.push_back(recalls(view.layer(), head));
+      for (const int head : measured_.heads[l])
+        if (set.row_of(head, view.group()) == row) of_row.push_back(recalls(static_cast<int>(l), head));
+      if (std::ssize(of_row) < view.query_heads() / set.rows()) continue;  // some heads are not measured
       const auto check = [&](double logit) {
         return check_recall(expected_[c][l][static_cast<std::size_t>(row)], mean(of_row), logit);
       };
@@ -500,15 +565,19 @@ CellResult Measurement::take_cell(int cell) {
   for (const auto& [name, sums] : projected_[c])
     for (std::size_t l = 0; l < sums.size(); ++l)
       set_layer(result.values[name], without_heads(sums[l] / static_cast<double>(conditions_.eval_queries.size())), {},
-                conditions_.layers[l]);
+                measured_.layers[l]);
   for (auto& [name, values] : result.values) {
     const auto* of = measure_as<OfLayer>(name);
-    set_all_layers(values, conditions_.layers, of != nullptr ? of->over_layers : mean);
+    set_all_layers(values, measured_.layers, of != nullptr ? of->over_layers : mean);
+    if (of != nullptr && of->over_layers == sum && !conditions_.sampled_layers.empty())
+      for (double& total : values.row(values.rows() - 1))
+        total *= static_cast<double>(conditions_.layers.size()) / static_cast<double>(measured_.layers.size());
   }
-  if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], conditions_, trace_.header());
-  if (wanted.by_query) add_by_query(result.by_query, wanted, means_[c], conditions_, trace_.header());
+  if (wanted.moments()) add_values<OfMoments>(result.values, wanted, means_[c], measured_, trace_.header());
+  if (wanted.by_query) add_by_query(result.by_query, wanted, means_[c], measured_);
+  if (!conditions_.sampled_heads.empty()) add_by_head(result.by_head, wanted, means_[c], measured_, trace_.header());
   for (auto& [name, sums] : of_queries_[c]) {
-    for (double& sum : sums) sum /= static_cast<double>(conditions_.layers.size());
+    for (double& sum : sums) sum /= static_cast<double>(measured_.layers.size());
     result.by_query[name] = std::move(sums);
   }
   for (const MetricName& name : wanted.metrics) {
@@ -524,13 +593,13 @@ CellResult Measurement::take_cell(int cell) {
 }
 
 TraceResult Measurement::take_trace() {
-  for (auto& [name, values] : trace_result_.values) set_all_layers(values, conditions_.layers, mean);
+  for (auto& [name, values] : trace_result_.values) set_all_layers(values, measured_.layers, mean);
   return std::move(trace_result_);
 }
 
 AllQueriesMeasurement::AllQueriesMeasurement(const Trace& trace, const Conditions& conditions,
                                              std::vector<Wanted> wanted, std::function<void(double, int)> heard)
-    : trace_(trace), conditions_(conditions), wanted_(std::move(wanted)), heard_(std::move(heard)) {
+    : trace_(trace), measured_(trace.header(), conditions), wanted_(std::move(wanted)), heard_(std::move(heard)) {
   for (const Wanted& of_cell : wanted_)
     means_.push_back(
         means_of<OfAllQueries>(of_cell, conditions, trace.header().largest_shape(conditions.layers).query_heads));
@@ -542,7 +611,7 @@ void AllQueriesMeasurement::compared(const LayerView&, int cell, int, int, std::
 
 void AllQueriesMeasurement::measured(const LayerView& view, std::span<const int> cells, int first, int count,
                                      const KeptMoments& moments) {
-  add_block(means_, view, cells, first, count, moments, comparisons_);
+  add_block(means_, view, measured_, cells, first, count, moments, comparisons_);
   comparisons_.clear();
 }
 
@@ -553,8 +622,19 @@ void AllQueriesMeasurement::layer_done(const LayerView& view, int walk, int walk
 ValuesByMetric AllQueriesMeasurement::take_cell(int cell) const {
   const std::size_t c = static_cast<std::size_t>(cell);
   ValuesByMetric values;
-  add_values<OfAllQueries>(values, wanted_[c], means_[c], conditions_, trace_.header());
+  add_values<OfAllQueries>(values, wanted_[c], means_[c], measured_, trace_.header());
   return values;
+}
+
+std::vector<LayerSelection> at_treated_layers(const Conditions& conditions, std::vector<LayerSelection> replayed) {
+  if (conditions.sampled_layers.empty()) return replayed;
+  std::vector<LayerSelection> selections(conditions.layers.size());
+  for (std::size_t i = 0; i < replayed.size(); ++i) {
+    const int layer = conditions.sampled_layers[i];
+    replayed[i].source = layer;
+    selections[static_cast<std::size_t>(layer)] = std::move(replayed[i]);
+  }
+  return selections;
 }
 
 const char* word(Heads heads) { return heads == Heads::kv ? "kv" : heads == Heads::query ? "query" : "layer"; }

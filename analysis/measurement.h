@@ -19,9 +19,9 @@ namespace kvreplay {
 /// not treated, or a head that a layer does not have. [1, 1]: of the whole cell only.
 using Values = Matrix;
 using ValuesByMetric = std::map<MetricName, Values>;
-/// By metric one value for each eval query, whose mean is the value of the metric: exactly, or to first order where the
-/// metric is a root of quotients (linearised_root).
-using ValuesByQuery = std::map<MetricName, std::vector<double>>;
+/// By metric one value for each unit, an eval query or a layer. Their mean is the value of the metric: exactly, or to
+/// first order where the metric is a root of quotients (linearised_root) or a harmonic mean (pseudo-values).
+using ValuesByUnit = std::map<MetricName, std::vector<double>>;
 
 /// What is wanted of one cell.
 struct Wanted {
@@ -37,11 +37,12 @@ struct Wanted {
 };
 
 struct CellResult {
-  std::vector<LayerSelection> selections;  // [treated]
-  std::vector<CellSeconds> seconds;        // [treated]
+  std::vector<LayerSelection> selections;  // [replayed], each its own source where layers are sampled
+  std::vector<CellSeconds> seconds;        // [replayed]
   ValuesByMetric values;
-  ValuesByQuery by_query;                  // when wanted, of metrics that differ between eval queries
-  std::map<std::string, Matrix> matrices;  // [treated, treated], by variant of jaccard_matrix
+  ValuesByUnit by_head;   // [replayed, sampled KV heads] where these are sampled, of metrics of query heads
+  ValuesByUnit by_query;  // when wanted, of metrics that differ between eval queries
+  std::map<std::string, Matrix> matrices;  // [replayed, replayed], by variant of jaccard_matrix
   std::vector<float> scores;               // [L, H, P] when wanted, NaN where a layer has none
   std::optional<Violation> violation;      // the first
   std::string error;                       // why it could not go on; then there is nothing else
@@ -59,10 +60,10 @@ struct TraceResult {
   std::map<MetricName, std::vector<float>> tokens;  // [L, P] behind the values; NaN where a layer is not treated
   std::vector<float> eval_attention;                // [L, P] mean over query heads; sums over eval queries
   std::vector<float> eval_attention_by_head;        // [L, Hq, P]
-  std::vector<double> observable_seconds;           // [treated]
+  std::vector<double> observable_seconds;           // [replayed]
 };
 
-/// Functions of the moments at `queries` eval queries, reduced to one value by treated layer and query head. Means are
+/// Functions of the moments at `queries` eval queries, reduced to one value by replayed layer and query head. Means are
 /// summed in the order of the queries. A layer is added whole before the next one begins. `summed_queries`: eval
 /// queries whose sums over the heads of each layer are held as well, all or 0.
 class MomentMeans {
@@ -72,9 +73,9 @@ class MomentMeans {
               std::size_t summed_queries = 0);
   /// `query`: its number among the eval queries. `compared` is null where kept keys are as they were.
   void add(int layer, int head, int query, const Moments& kept, const Moments& full, const Comparison* compared);
-  /// [treated, Hq] of one function.
+  /// [replayed, Hq] of one function.
   Matrix means(std::size_t function) const;
-  /// [treated, queries] of one function: sums over the query heads.
+  /// [replayed, queries] of one function: sums over the query heads.
   const Matrix& sums_of_heads(std::size_t function) const { return sums_of_heads_[function]; }
 
  private:
@@ -83,6 +84,16 @@ class MomentMeans {
   std::vector<Matrix> sums_of_heads_;
   std::vector<Matrix> sums_;  // or, of functions with over_queries, what this makes of a head's values
   std::vector<std::vector<std::vector<double>>> values_;  // [functions][Hq] of the layer under way: for over_queries
+};
+
+/// The layers of a trace that a replay measures, by their stored numbers, and the query heads of each that it measures.
+struct MeasuredLayers {
+  std::vector<int> layers;
+  std::vector<std::vector<int>> heads;
+
+  MeasuredLayers(const TraceHeader& header, const Conditions& conditions);
+  /// The number of the layer among them.
+  std::size_t number(const LayerView& view) const;
 };
 
 /// General comparisons of the block of queries under way, by cell: [Hq, count].
@@ -128,15 +139,16 @@ class Measurement final : public Sink {
   const Trace& trace_;
   const Conditions& conditions_;
   const LayerShape largest_;  // of the treated layers
+  const MeasuredLayers measured_;
   std::vector<Wanted> wanted_;
   WantedOfTrace of_trace_;
   std::function<void(double, int)> heard_;
   std::vector<CellResult> results_;
   std::vector<MomentMeans> means_;                                     // of what is wanted
-  std::vector<std::map<MetricName, std::vector<double>>> projected_;   // [cell], [treated] sums over the eval queries
+  std::vector<std::map<MetricName, std::vector<double>>> projected_;   // [cell], [replayed] sums over the eval queries
   std::vector<std::map<MetricName, std::vector<double>>> of_queries_;  // [cell], [queries] sums over layers, as wanted
   std::vector<MomentMeans> recall_;  // of every measured cell, wanted or not: it is held against the oracle
-  std::vector<std::vector<std::vector<ExpectedRecall>>> expected_;  // [cell][treated][H]
+  std::vector<std::vector<std::vector<ExpectedRecall>>> expected_;  // [cell][replayed][H]
   std::optional<RecallByAttention> expecting_;                      // of the layer under way
   TraceResult trace_result_;
   struct Block {
@@ -164,12 +176,15 @@ class AllQueriesMeasurement final : public Sink {
 
  private:
   const Trace& trace_;
-  const Conditions& conditions_;
+  const MeasuredLayers measured_;
   std::vector<Wanted> wanted_;
   std::vector<MomentMeans> means_;
   Comparisons comparisons_;
   std::function<void(double, int)> heard_;
 };
+
+/// [treated] from the selections of the replayed layers; those of other layers are empty.
+std::vector<LayerSelection> at_treated_layers(const Conditions& conditions, std::vector<LayerSelection> replayed);
 
 /// "kv", "query" or "layer", and back.
 const char* word(Heads heads);

@@ -23,7 +23,7 @@ void check_metric(const std::string& where, const MetricName& name) {
   const auto of = [&](const std::string& problem) {
     return Error{Refusal::usage, where, name.text() + " " + problem, "a metric of eval queries, as attention_recall"};
   };
-  if (const std::string reason = why_not_estimated(measure); !reason.empty()) throw of(reason);
+  if (const std::string reason = why_no_sample_of_queries(measure); !reason.empty()) throw of(reason);
   if (!is_mean_over_queries(measure)) throw of("does not depend on the eval queries");
 }
 

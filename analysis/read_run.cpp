@@ -37,6 +37,8 @@ CellRecord overall(CellRecord cell, const std::string& trace) {
   cell.family = family_of(cell.policy);
   for (auto& [name, values] : cell.values) values = Values(1, 1, values.values().back());
   cell.by_query.clear();
+  cell.by_layer.clear();
+  cell.by_head.clear();
   cell.seconds = {{0, cell.select_seconds()}};
   return cell;
 }

@@ -16,6 +16,7 @@
 #include "analysis/replaced_file.h"
 #include "analysis/results_folder.h"
 #include "analysis/run_json.h"
+#include "analysis/sampling_error.h"
 #include "analysis/trace_cells.h"
 #include "hash.h"
 #include "nearest.h"
@@ -56,7 +57,10 @@ struct TraceWork {
   FileIdentity file;                   // that was hashed
   Conditions conditions;
   std::vector<std::int32_t> eval_queries;  // all, of which `conditions` has a sample
-  std::vector<int> pairs;  // of a sampled trace: eval queries of `conditions`, by their numbers, in pairs
+  // Of a sampled trace: eval queries of `conditions`, replayed layers, and measured KV heads of each of these, by their
+  // numbers, in pairs.
+  std::vector<int> query_pairs, layer_pairs;
+  std::vector<std::vector<int>> head_pairs;
   std::optional<Conditions> all_queries;  // for metrics that take every token as eval query
   TraceRecord facts;
   std::optional<FileIdentity> stored_file;  // of cells_path() when this was planned
@@ -98,9 +102,15 @@ bool takes_place_of(const CellRecord& now, const CellRecord& earlier) {
          share_of_seen(now) == share_of_seen(earlier);
 }
 
-/// Throws Error{usage} where a sample of the eval queries estimates no metric.
+/// Why the sample does not estimate the metrics of a policy; empty: it does.
+std::string why_not_estimated(const RunRequest& request, const ConfiguredPolicy& policy, int layers) {
+  std::string reason = request.samples_queries() ? why_no_sample_of_queries(policy, layers) : "";
+  return reason.empty() && request.sample.layers > 0 ? why_no_sample_of_layers(policy, layers) : reason;
+}
+
+/// Throws Error{usage} where the sample estimates no metric that was asked for.
 void check_sampled_metrics(const RunRequest& request) {
-  const auto reason_of = [](const MetricName& name) { return why_not_estimated(find_variant(name)->measure); };
+  const auto reason_of = [&](const MetricName& name) { return why_not_estimated(request, name); };
   if (std::ranges::none_of(request.metrics, [&](const MetricName& name) { return reason_of(name).empty(); }))
     throw Error{Refusal::usage, request.metrics.front().text(), reason_of(request.metrics.front()),
                 "a replay without --sample"};
@@ -122,6 +132,9 @@ void check_request(const RunRequest& request) {
       throw Error{Refusal::usage, policy.name(), "two policies of this name, from different files", "different names"};
   }
   if (request.is_sampled()) check_sampled_metrics(request);
+  if (request.precision.half_width > 0 && (request.sample.layers > 0 || request.sample.heads > 0))
+    throw Error{Refusal::usage, "--precision", "samples the eval queries of all layers and heads",
+                "--sample without layers= and heads="};
   check_names(request.traces);
   backends().get(request.backend);
   if (!request.output.empty()) check_results_folder(request.output);
@@ -201,36 +214,91 @@ TraceRecord facts_of(const Trace& trace, const RunRequest& request, const Condit
   return facts;
 }
 
-/// Replaces the eval queries by a sample, where that is fewer. Samples of different traces, and of different sizes, are
-/// independent.
-void draw_sample(const RunRequest& request, TraceWork& work, int count) {
+/// Units of a sample.
+struct Drawn {
+  std::vector<int> units;  // ascending
+  std::vector<int> pairs;  // their numbers among these, in pairs
+};
+
+/// Samples of different traces, and of different sizes, are independent.
+Drawn drawn(const RunRequest& request, const TraceRecord& trace, std::string_view kind, int all, int count) {
+  const std::uint64_t of_trace = std::stoull(trace.hash.substr(0, 16), nullptr, 16);
+  const std::uint64_t of_kind = std::stoull(hash_of(std::as_bytes(std::span(kind))).substr(0, 16), nullptr, 16);
+  const std::vector<int> in_pairs = draw_pairs(all, count, chain(request.seed, of_trace, of_kind, count));
+  Drawn found{in_pairs, {}};
+  std::ranges::sort(found.units);
+  for (const int unit : in_pairs)
+    found.pairs.push_back(static_cast<int>(std::ranges::lower_bound(found.units, unit) - found.units.begin()));
+  return found;
+}
+
+/// Names the sizes of the sample and what else determines it.
+void name_sample(const RunRequest& request, TraceWork& work) {
+  TraceRecord& facts = work.facts;
+  facts.sample.clear();
+  facts.looks = request.precision.half_width > 0 ? most_looks : 1;
+  if (facts.samples_layers()) facts.sample = fmt::format("layers={},", facts.treated.size());
+  if (facts.samples_heads()) facts.sample += fmt::format("heads={},", facts.sampled_heads);
+  if (!work.query_pairs.empty()) facts.sample += fmt::format("queries={},", facts.n_queries);
+  if (facts.sample.empty()) return;
+  facts.sample += fmt::format("seed={}", request.seed);
+  if (facts.looks > 1) facts.sample += fmt::format(",looks={}", facts.looks);
+}
+
+/// Replaces the treated layers by a sample, where that is fewer.
+void sample_layers(const RunRequest& request, TraceWork& work) {
+  const std::vector<int>& all = work.conditions.layers;
+  const auto layers = static_cast<int>(all.size());
+  if (request.sample.layers == 0 || request.sample.layers >= layers) return;
+  const Drawn found = drawn(request, work.facts, "layers", layers, request.sample.layers);
+  work.conditions.sampled_layers = found.units;
+  work.layer_pairs = found.pairs;
+  work.facts.all_layers = all;
+  work.facts.treated.clear();
+  for (const int layer : found.units) work.facts.treated.push_back(all[static_cast<std::size_t>(layer)]);
+}
+
+/// Measures a sample of the KV heads of each layer, where that is fewer. Throws Error{usage} where layers differ in
+/// heads.
+void sample_heads(const RunRequest& request, TraceWork& work) {
+  if (request.sample.heads == 0) return;
+  if (!work.facts.has_equal_heads())
+    throw Error{Refusal::usage, "--sample: heads", "layers of " + work.facts.name + " differ in heads",
+                "a sample without heads=", "heads=" + std::to_string(request.sample.heads)};
+  if (request.sample.heads >= work.facts.kv_heads) return;
+  work.facts.sampled_heads = request.sample.heads;
+  work.conditions.sampled_heads.resize(work.conditions.layers.size());
+  for (const int layer : work.conditions.replayed_layers()) {
+    Drawn found =
+        drawn(request, work.facts, fmt::format("heads of layer {}", layer), work.facts.kv_heads, request.sample.heads);
+    work.conditions.sampled_heads[static_cast<std::size_t>(layer)] = std::move(found.units);
+    work.head_pairs.push_back(std::move(found.pairs));
+  }
+}
+
+/// Replaces the eval queries by a sample of `count`, where that is fewer; 0: all.
+void sample_queries(const RunRequest& request, TraceWork& work, int count) {
   const auto all = static_cast<int>(work.eval_queries.size());
   work.conditions.eval_queries = work.eval_queries;
-  work.pairs.clear();
-  work.facts.sample.clear();
-  work.facts.n_queries = all;
-  if (count >= all) return;
-  const std::uint64_t of_trace = std::stoull(work.facts.hash.substr(0, 16), nullptr, 16);
-  const std::vector<int> drawn = draw_pairs(all, count, chain(request.seed, of_trace, count));
-  std::vector<int> ascending = drawn;
-  std::ranges::sort(ascending);
-  std::vector<std::int32_t> sampled;
-  for (const int query : ascending) sampled.push_back(work.eval_queries[static_cast<std::size_t>(query)]);
-  for (const int query : drawn)
-    work.pairs.push_back(static_cast<int>(std::ranges::lower_bound(ascending, query) - ascending.begin()));
-  work.conditions.eval_queries = std::move(sampled);
-  work.facts.looks = request.precision.half_width > 0 ? most_looks : 1;
-  work.facts.sample = fmt::format("queries={},seed={}{}", count, request.seed,
-                                  work.facts.looks > 1 ? fmt::format(",looks={}", work.facts.looks) : "");
-  work.facts.all_queries = all;
-  work.facts.n_queries = count;
+  work.query_pairs.clear();
+  work.facts.all_queries = work.facts.n_queries = all;
+  if (count > 0 && count < all) {
+    const Drawn found = drawn(request, work.facts, "queries", all, count);
+    work.query_pairs = found.pairs;
+    work.conditions.eval_queries.clear();
+    for (const int query : found.units)
+      work.conditions.eval_queries.push_back(work.eval_queries[static_cast<std::size_t>(query)]);
+    work.facts.n_queries = count;
+  }
+  name_sample(request, work);
 }
 
 /// Eval queries of the first sample: those of an earlier run where the size follows from its results.
 int first_sample(const RunRequest& request, const TraceWork& work) {
-  const int asked = request.sample.queries > 0 ? request.sample.queries : pilot_queries;
+  const bool grows = request.precision.half_width > 0;
+  const int asked = grows && request.sample.queries == 0 ? pilot_queries : request.sample.queries;
   const fs::path earlier = request.output.empty() ? fs::path() : work.cells_path(request.output);
-  if (request.precision.half_width == 0 || request.force || !fs::exists(earlier)) return asked;
+  if (!grows || request.force || !fs::exists(earlier)) return asked;
   return read_cell_ids(earlier).trace.n_queries;
 }
 
@@ -376,7 +444,7 @@ Candidates candidates(const RunRequest& request) {
   for (const char* name : {"full", "random", "oracle"}) {
     ConfiguredPolicy control = ConfiguredPolicy::parse(name, request.seed);
     constexpr int some_layers = 2;
-    if (!request.is_sampled() || why_no_sample_of_queries(control, some_layers).empty())
+    if (why_not_estimated(request, control, some_layers).empty())
       all.controls.emplace_back(std::move(control), "control", request.seed);
   }
   return all;
@@ -398,10 +466,10 @@ void warn_once(TraceWork& work, const std::string& warning) {
   if (std::ranges::find(work.warnings, warning) == work.warnings.end()) work.warnings.push_back(warning);
 }
 
-/// Throws Error{usage} for a policy whose metrics a sample does not estimate.
+/// Throws Error{usage} for a policy whose metrics the sample does not estimate.
 void check_sampled_policies(const RunRequest& request, int layers) {
   for (const ConfiguredPolicy& policy : request.policies)
-    if (const std::string reason = why_no_sample_of_queries(policy, layers); !reason.empty())
+    if (const std::string reason = why_not_estimated(request, policy, layers); !reason.empty())
       throw Error{Refusal::usage, policy.label(), reason, "a replay without --sample"};
 }
 
@@ -496,7 +564,9 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   if (request.is_sampled()) {
     check_sampled_policies(request, static_cast<int>(work.conditions.layers.size()));
     work.eval_queries = work.conditions.eval_queries;
-    draw_sample(request, work, first_sample(request, work));
+    sample_layers(request, work);
+    sample_heads(request, work);
+    sample_queries(request, work, first_sample(request, work));
   }
 
   if (!request.output.empty()) {
@@ -506,9 +576,7 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
   if (work.stored) take_measured(work.stored->trace, work.facts);
   const auto lacks = [&](bool there) { return request.force || !there; };
   std::vector<MetricName> wanted = metrics_of_trace(request.metrics, trace.header().spans, work.conditions.boundary);
-  if (work.facts.is_sampled())
-    std::erase_if(wanted,
-                  [](const MetricName& name) { return !why_not_estimated(find_variant(name)->measure).empty(); });
+  std::erase_if(wanted, [&](const MetricName& name) { return !why_not_estimated(request, name).empty(); });
   std::vector<MetricName> of_cells;
   for (const MetricName& name : wanted) {
     if (is_of_cell(name)) of_cells.push_back(name);
@@ -521,7 +589,8 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
     work.all_queries->eval_queries = eval_queries(trace, "all");
   }
   require_projections(trace, work.conditions.layers, of_cells);
-  const std::vector<std::optional<Candidate>> twins_asked = twins(request, static_cast<int>(work.facts.treated.size()));
+  const std::vector<std::optional<Candidate>> twins_asked =
+      twins(request, static_cast<int>(work.conditions.layers.size()));
   for (std::size_t b = 0; b < request.budgets.size(); ++b) {
     const auto add = [&](const Candidate& candidate) {
       add_cell(work, trace, request, candidate, request.budgets[b], of_cells);
@@ -542,6 +611,8 @@ TraceWork prepare(const RunRequest& request, const Candidates& candidates, const
     for (CellRecord& cell : work.stored->cells) {
       cell.values.clear();
       cell.by_query.clear();
+      cell.by_layer.clear();
+      cell.by_head.clear();
       cell.seconds.clear();
     }
   return work;
@@ -615,17 +686,19 @@ Batch batch(TraceWork& work, const RunRequest& request) {
     const CellRecord* earlier = work.earlier(cell.facts.id);
     const std::vector<LayerPlan> plans = cell.policy.plans(static_cast<int>(work.conditions.layers.size()));
     const bool scores = request.save_scores || (earlier != nullptr && earlier->has_scores);
-    const Wanted wanted{cell.missing, cell.facts.own_memory ? 0 : cell.facts.budget_tokens,
-                        scores && saves_scores(plans), work.facts.is_sampled(), finest(plans, work.facts)};
+    const Wanted wanted{cell.missing,
+                        cell.facts.own_memory || work.facts.samples_layers() ? 0 : cell.facts.budget_tokens,
+                        scores && saves_scores(plans), work.facts.samples_queries(), finest(plans, work.facts)};
     Cell made{.policy = cell.policy,
               .budget = cell.facts.budget_tokens,
               .of_seen = share_of_seen(cell.facts),
               .measure = wanted.moments(),
               .checked_at = std::stoull(cell.facts.id, nullptr, 16)};
     if (cell.looked)
-      made.known = cell.looked->selections;
+      made.known = at_treated_layers(work.conditions, cell.looked->selections);
     else if (cell.uses_known_sets())
-      made.known = read_selections(work.cells_path(request.output), cell.facts.id, work.facts);
+      made.known = at_treated_layers(work.conditions,
+                                     read_selections(work.cells_path(request.output), cell.facts.id, work.facts));
     result.cells.push_back(std::move(made));
     result.wanted.push_back(wanted);
     result.of.push_back(&cell);
@@ -649,7 +722,7 @@ void measure_all_queries(Backend& backend, const Trace& trace, const TraceWork& 
   for (std::size_t i = 0; i < first.cells.size(); ++i) {
     if (!results[i].error.empty() || !AllQueriesMeasurement::wanted_by(first.wanted[i])) continue;
     Cell cell = first.cells[i];
-    cell.known = results[i].selections;
+    cell.known = at_treated_layers(work.conditions, results[i].selections);
     cell.measure = first.wanted[i].moments_of_all_queries();
     second.cells.push_back(std::move(cell));
     second.wanted.push_back(first.wanted[i]);
@@ -670,6 +743,24 @@ CellRecord asked_again(const CellRecord& earlier, const CellRecord& now) {
   return cell;
 }
 
+std::vector<double> in_pairs(std::span<const double> values, std::span<const int> pairs) {
+  std::vector<double> ordered;
+  for (const int unit : pairs) ordered.push_back(values[static_cast<std::size_t>(unit)]);
+  return ordered;
+}
+
+/// One value for each replayed layer of all `layers`, whose mean is the value over all layers, at least to first order.
+std::vector<double> values_by_layer(const MetricName& name, const Values& values, std::span<const int> replayed,
+                                    double layers) {
+  std::vector<double> of_layers;
+  for (const int layer : replayed) of_layers.push_back(values(layer, values.columns() - 1));
+  const auto* of = std::get_if<OfLayer>(&find_variant(name)->measure);
+  if (of == nullptr || of->over_layers == mean) return of_layers;
+  if (of->over_layers != sum) return pseudo_values(of_layers, of->over_layers);
+  for (double& value : of_layers) value *= layers;  // a sum is as many times the mean
+  return of_layers;
+}
+
 /// What the run knows of a cell after it was measured. Values that nobody has measured again stay.
 void complete(const TraceWork& work, CellWork& cell, CellResult& result) {
   const CellRecord* const earlier = work.earlier(cell.facts.id);
@@ -682,19 +773,33 @@ void complete(const TraceWork& work, CellWork& cell, CellResult& result) {
     if (earlier != nullptr) {
       cell.facts.values = earlier->values;
       cell.facts.by_query = earlier->by_query;
+      cell.facts.by_layer = earlier->by_layer;
+      cell.facts.by_head = earlier->by_head;
       cell.facts.role = asked_again(*earlier, cell.facts).role;
     }
   }
-  for (auto& [name, values] : result.values) cell.facts.values[name] = std::move(values);
-  for (const auto& [name, values] : result.by_query) {
-    std::vector<double>& in_pairs = cell.facts.by_query[name];
-    in_pairs.clear();
-    for (const int query : work.pairs) in_pairs.push_back(values[static_cast<std::size_t>(query)]);
+  for (auto& [name, values] : result.values) {
+    if (work.facts.samples_layers() && values.rows() > 1)
+      cell.facts.by_layer[name] =
+          in_pairs(values_by_layer(name, values, work.facts.treated, static_cast<double>(work.facts.all_layers.size())),
+                   work.layer_pairs);
+    cell.facts.values[name] = std::move(values);
   }
+  for (const auto& [name, values] : result.by_head) {
+    std::vector<double>& of_layers = cell.facts.by_head[name];
+    of_layers.clear();
+    for (std::size_t l = 0; l < work.head_pairs.size(); ++l) {
+      const std::size_t heads = work.head_pairs[l].size();
+      std::ranges::copy(in_pairs(std::span(values).subspan(l * heads, heads), work.head_pairs[l]),
+                        std::back_inserter(of_layers));
+    }
+  }
+  for (const auto& [name, values] : result.by_query) cell.facts.by_query[name] = in_pairs(values, work.query_pairs);
   cell.facts.find_half_widths(work.facts);
   cell.facts.state = CellState::done;
   result.values.clear();
   result.by_query.clear();
+  result.by_head.clear();
 }
 
 /// Into the results folder, or into work.in_memory.
@@ -808,18 +913,20 @@ std::vector<const CellRecord*> asked_cells(const TraceWork& work) {
 void grow_sample(const RunRequest& request, Backend& backend, const Trace& trace, TraceWork& work, Replayed& all,
                  Tally& tally, const std::function<void(double, int)>& heard,
                  const std::function<bool()>& interrupted) {
-  for (int look = 1; look < most_looks && work.facts.is_sampled(); ++look) {
+  for (int look = 1; look < most_looks && work.facts.samples_queries(); ++look) {
     enter(all, work, tally);
     const std::vector<const CellRecord*> cells = asked_cells(work);
     if (request.precision.suffices(cells, work.facts)) return;
     const int needed = request.precision.queries_needed(cells, work.facts);
     for (std::size_t i = 0; i < all.results.size(); ++i) all.made.of[i]->looked = std::move(all.results[i]);
     work.of_trace.metrics.clear();
-    draw_sample(request, work, std::max(needed, work.facts.n_queries + 2));
+    sample_queries(request, work, std::max(needed, work.facts.n_queries + 2));
     for (CellWork& cell : work.cells) {
       cell.facts.id = cell_id(work.facts, cell.facts);
       cell.facts.values.clear();
       cell.facts.by_query.clear();
+      cell.facts.by_layer.clear();
+      cell.facts.by_head.clear();
       cell.facts.half_widths.clear();
     }
     Replayed larger = replayed(request, backend, trace, work, heard, interrupted);
@@ -831,7 +938,7 @@ void grow_sample(const RunRequest& request, Backend& backend, const Trace& trace
 }
 
 void warn_of_precision(const RunRequest& request, TraceWork& work) {
-  if (request.precision.half_width == 0 || !work.facts.is_sampled()) return;
+  if (request.precision.half_width == 0 || !work.facts.samples_queries()) return;
   if (request.precision.suffices(asked_cells(work), work.facts)) return;
   warn_once(work, fmt::format("{}: precision {} not reached with {}", work.facts.name, request.precision.text(),
                               work.facts.sample_text()));
@@ -892,6 +999,8 @@ CellRecord summary_of(const TraceWork& work, const CellWork& cell) {
     summary.half_widths.clear();
   }
   summary.by_query.clear();
+  summary.by_layer.clear();
+  summary.by_head.clear();
   for (auto& [name, values] : summary.values) values = Values(1, 1, values.values().back());
   summary.seconds = {{0, summary.select_seconds()}};
   return summary;
@@ -963,6 +1072,13 @@ void check_files(const fs::path& output, const std::vector<TraceWork>& works) {
 }
 
 }  // namespace
+
+std::string why_not_estimated(const RunRequest& request, const MetricName& name) {
+  const Measure& measure = find_variant(name)->measure;
+  std::string reason = request.samples_queries() ? why_no_sample_of_queries(measure) : "";
+  if (reason.empty() && request.sample.heads > 0) reason = why_no_sample_of_heads(measure);
+  return reason.empty() && request.sample.layers > 0 ? why_no_sample_of_layers(measure) : reason;
+}
 
 void check_names(std::span<const fs::path> traces) {
   std::set<std::string> names;

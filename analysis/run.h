@@ -66,7 +66,8 @@ struct RunRequest {
   std::vector<std::string> argv;  // for run.json, as is `build`: version, compiler, libraries, SIMD level ...
   std::map<std::string, std::string> build;
 
-  bool is_sampled() const { return sample.queries > 0 || precision.half_width > 0; }
+  bool samples_queries() const { return sample.queries > 0 || precision.half_width > 0; }
+  bool is_sampled() const { return samples_queries() || sample.layers > 0 || sample.heads > 0; }
   bool asks(std::size_t policy, std::size_t budget) const { return !excluded.contains({policy, budget}); }
 };
 
@@ -112,6 +113,9 @@ struct PlannedTrace {
   int skipped = 0;  // cells that are already there, whole
   Demand demand = {};
 };
+
+/// Why the sample of a request does not estimate a metric; empty: it does.
+std::string why_not_estimated(const RunRequest& request, const MetricName& name);
 
 inline constexpr int numerics = 5;
 

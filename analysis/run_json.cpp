@@ -103,7 +103,11 @@ Json input_json(const TraceRecord& trace) {
                   {"read_observables", trace.read_observables}});
   else
     input["error"] = trace.error;
-  if (trace.is_sampled()) input["sample"] = {{"text", trace.sample}, {"all_eval_queries", trace.all_queries}};
+  if (trace.is_sampled())
+    input["sample"] = {{"text", trace.sample},
+                       {"all_eval_queries", trace.all_queries},
+                       {"sampled_heads", trace.samples_heads() ? trace.sampled_heads : trace.kv_heads},
+                       {"all_treated_layers", trace.samples_layers() ? trace.all_layers.size() : trace.treated.size()}};
   return input;
 }
 
@@ -189,7 +193,9 @@ std::string run_json(const RunRequest& request, const RunSummary& summary, const
       {"warnings", summary.warnings},
       {"cells", list(summary.cells, cell_json)},
   };
-  if (request.sample.queries > 0) result["options"]["sample"] = {{"queries", request.sample.queries}};
+  if (request.is_sampled())
+    result["options"]["sample"] = {
+        {"layers", request.sample.layers}, {"heads", request.sample.heads}, {"queries", request.sample.queries}};
   if (request.precision.half_width > 0) result["options"]["precision"] = request.precision.text();
   return result.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }

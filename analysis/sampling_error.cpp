@@ -26,6 +26,24 @@ SamplingError error_of_pairs(std::span<const double> values, int population) {
   return {(1 - count / population) * squares / (count * count), squares * squares / fourth_powers};
 }
 
+SamplingError operator+(SamplingError a, SamplingError b) {
+  const double variance = a.variance + b.variance;
+  double squares = 0;
+  for (const SamplingError& one : {a, b})
+    if (one.variance > 0) squares += one.variance * one.variance / one.degrees;
+  return {variance, squares > 0 ? variance * variance / squares : 0};
+}
+
+std::vector<double> pseudo_values(std::span<const double> values, double (*statistic)(std::span<const double>)) {
+  const auto count = static_cast<double>(values.size());
+  std::vector<double> others(values.begin() + 1, values.end()), pseudo;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    pseudo.push_back(count * statistic(values) - (count - 1) * statistic(others));
+    if (i < others.size()) others[i] = values[i];
+  }
+  return pseudo;
+}
+
 std::vector<double> linearised_root(std::span<const double> parts, std::span<const double> wholes) {
   const double part = std::accumulate(parts.begin(), parts.end(), 0.0);
   const double whole = std::accumulate(wholes.begin(), wholes.end(), 0.0);

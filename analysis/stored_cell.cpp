@@ -37,6 +37,15 @@ Cell cell_of(const std::filesystem::path& cells_path, const TraceCells& of_trace
           .known = read_selections(cells_path, id, of_trace.trace)};
 }
 
+Conditions conditions_of(const Trace& trace, const TraceRecord& of) {
+  Conditions conditions{of.boundary, eval_queries(trace, of.eval), of.samples_layers() ? of.all_layers : of.treated};
+  if (of.samples_layers())
+    for (const int layer : of.treated)
+      conditions.sampled_layers.push_back(
+          static_cast<int>(std::ranges::lower_bound(of.all_layers, layer) - of.all_layers.begin()));
+  return conditions;
+}
+
 double kv_bytes(const LayerFacts& facts) {
   return std::get<OfLayer>(find_variant({"kv_bytes", ""})->measure).measure(facts).layer;
 }
@@ -53,14 +62,15 @@ StoredCell::StoredCell(const std::filesystem::path& folder, const std::string& n
   if (of_trace.trace.hash != trace_->hash())
     throw Error{Refusal::input, trace_->path().string(), "not the trace of " + where_, of_trace.trace.hash,
                 trace_->hash()};
-  conditions_ = {of_trace.trace.boundary, eval_queries(*trace_, of_trace.trace.eval), of_trace.trace.treated};
+  conditions_ = conditions_of(*trace_, of_trace.trace);
   cell_ = cell_of(path, of_trace, id);
+  cell_.known = at_treated_layers(conditions_, std::move(cell_.known));
 }
 
 StoredCellLayer StoredCell::layer(int stored_layer) const {
   const std::vector<int>& treated = conditions_.layers;
   const auto place = std::ranges::find(treated, stored_layer);
-  if (place == treated.end())
+  if (place == treated.end() || cell_.known[static_cast<std::size_t>(place - treated.begin())].set.rows() == 0)
     throw Error{Refusal::usage, where_, "layer", fmt::format("a treated layer: {}", fmt::join(treated, ", ")),
                 std::to_string(stored_layer)};
   StoredCellLayer found;

@@ -84,14 +84,14 @@ std::vector<Element> read_shaped(const Group& group, const std::string& name, co
   return dataset.values<Element>();
 }
 
-void write_by_query(Group group, const ValuesByQuery& all, int queries) {
+void write_by_unit(Group group, const ValuesByUnit& all, std::size_t units) {
   std::vector<double> numbers;
   std::string metrics;
   for (const auto& [name, values] : all) {
     numbers.insert(numbers.end(), values.begin(), values.end());
     metrics += csv_line({name.metric, name.variant});
   }
-  group.write("numbers", std::span<const double>(numbers), {all.size(), extent(queries)});
+  group.write("numbers", std::span<const double>(numbers), {all.size(), units});
   group.write_text("metrics", metrics);
 }
 
@@ -146,7 +146,7 @@ ValuesByMetric read_values(const Group& group, const TraceRecord& trace) {
   return all;
 }
 
-ValuesByQuery read_by_query(const Group& group, const TraceRecord& trace) {
+ValuesByUnit read_by_unit(const Group& group, std::size_t units) {
   const hdf5::Dataset metrics = group.dataset("metrics");
   std::vector<MetricName> names;
   for (const std::vector<std::string>& fields : parse_csv(metrics.where(), metrics.text())) {
@@ -154,11 +154,10 @@ ValuesByQuery read_by_query(const Group& group, const TraceRecord& trace) {
       throw Error{Refusal::input, metrics.where(), "line", "metric,variant", fmt::format("{} fields", fields.size())};
     names.push_back({fields[0], fields[1]});
   }
-  const std::size_t queries = index(trace.n_queries);
-  const std::vector<double> numbers = read_shaped<double>(group, "numbers", {names.size(), queries});
-  ValuesByQuery all;
+  const std::vector<double> numbers = read_shaped<double>(group, "numbers", {names.size(), units});
+  ValuesByUnit all;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    const std::span<const double> own = std::span(numbers).subspan(i * queries, queries);
+    const std::span<const double> own = std::span(numbers).subspan(i * units, units);
     all[names[i]].assign(own.begin(), own.end());
   }
   return all;
@@ -202,6 +201,8 @@ void write_conditions(Group& group, const TraceRecord& trace) {
     group.set_attribute("sample", trace.sample);
     group.set_attribute("all_queries", std::int64_t{trace.all_queries});
     group.set_attribute("looks", std::int64_t{trace.looks});
+    if (trace.samples_heads()) group.set_attribute("sampled_heads", std::int64_t{trace.sampled_heads});
+    if (trace.samples_layers()) set_numbers(group, "all_layers", trace.all_layers);
   }
   if (trace.has_equal_heads()) return;
   set_numbers(group, "layer_query_heads", trace.layer_query_heads);
@@ -238,6 +239,9 @@ void check_conditions(const Group& group, const TraceRecord& trace) {
     throw Error{Refusal::input, group.where("query_heads"), "heads", fmt::format("a multiple of {}", trace.kv_heads),
                 std::to_string(trace.query_heads)};
   if (!trace.has_equal_heads()) check_layer_heads(group, trace);
+  if (trace.samples_layers() && !std::ranges::includes(trace.all_layers, trace.treated))
+    throw Error{Refusal::input, group.where("treated"), "layers", "some of the attribute all_layers",
+                fmt::format("{}", fmt::join(trace.treated, ","))};
 }
 
 /// An array of the trace that need not be there.
@@ -261,6 +265,8 @@ TraceRecord read_conditions(const Group& group, const std::string& name) {
     trace.sample = group.string_attribute("sample");
     trace.all_queries = count(group, "all_queries", trace.n_queries);
     trace.looks = count(group, "looks", 1);
+    if (group.has_attribute("sampled_heads")) trace.sampled_heads = count(group, "sampled_heads", 2);
+    if (group.has_attribute("all_layers")) trace.all_layers = numbers_of(group, "all_layers");
   }
   if (group.has_attribute("layer_query_heads")) {
     trace.layer_query_heads = numbers_of(group, "layer_query_heads");
@@ -444,7 +450,10 @@ struct NewFile {
     Group of_cell = values.create_group(cell.id);
     write_cell_facts(of_cell, cell);
     write_values(of_cell, cell.values);
-    if (by_query) write_by_query(by_query->create_group(cell.id), cell.by_query, trace.n_queries);
+    if (by_query) write_by_unit(by_query->create_group(cell.id), cell.by_query, index(trace.n_queries));
+    if (by_head)
+      write_by_unit(by_head->create_group(cell.id), cell.by_head, trace.treated.size() * index(trace.sampled_heads));
+    if (by_layer) write_by_unit(by_layer->create_group(cell.id), cell.by_layer, trace.treated.size());
     write_seconds(seconds, cell.id, cell.seconds);
   }
 
@@ -453,7 +462,9 @@ struct NewFile {
   Group of_trace = file.create_group("traces").create_group(trace.name);
   Group cells = file.create_group("cells"), values = file.create_group("values"),
         seconds = file.create_group("seconds");
-  std::optional<Group> by_query = trace.is_sampled() ? std::optional(file.create_group("by_query")) : std::nullopt;
+  std::optional<Group> by_query = trace.samples_queries() ? std::optional(file.create_group("by_query")) : std::nullopt;
+  std::optional<Group> by_head = trace.samples_heads() ? std::optional(file.create_group("by_head")) : std::nullopt;
+  std::optional<Group> by_layer = trace.samples_layers() ? std::optional(file.create_group("by_layer")) : std::nullopt;
 };
 
 /// The granularity of each treated layer.
@@ -492,7 +503,11 @@ void check_positions(const Group& group, std::span<const std::int64_t> offsets, 
 }  // namespace
 
 std::string TraceRecord::sample_text() const {
-  return is_sampled() ? fmt::format("{} of {} eval queries", n_queries, all_queries) : "";
+  std::vector<std::string> parts;
+  if (samples_layers()) parts.push_back(fmt::format("{} of {} layers", treated.size(), all_layers.size()));
+  if (samples_heads()) parts.push_back(fmt::format("{} of {} KV heads", sampled_heads, kv_heads));
+  if (samples_queries()) parts.push_back(fmt::format("{} of {} eval queries", n_queries, all_queries));
+  return fmt::format("{}", fmt::join(parts, ", "));
 }
 
 int TraceRecord::rows(Heads heads, int layer) const {
@@ -511,8 +526,20 @@ double CellRecord::half_width(const MetricName& name) const {
 }
 
 void CellRecord::find_half_widths(const TraceRecord& of) {
-  for (const auto& [name, in_pairs] : by_query)
-    half_widths[name] = error_of_pairs(in_pairs, of.all_queries).half_width(missed_by_intervals / of.looks);
+  std::map<MetricName, SamplingError> errors;
+  for (const auto& [name, in_pairs] : by_query) errors[name] = error_of_pairs(in_pairs, of.all_queries);
+  for (const auto& [name, in_pairs] : by_layer)
+    errors[name] = errors[name] + error_of_pairs(in_pairs, static_cast<int>(of.all_layers.size()));
+  const auto layers = static_cast<double>(of.treated.size());
+  const double share = of.samples_layers() ? layers / static_cast<double>(of.all_layers.size()) : 1.0;
+  for (const auto& [name, in_pairs] : by_head)
+    for (std::size_t l = 0; l < of.treated.size(); ++l)
+      errors[name] =
+          errors[name] +
+          error_of_pairs(std::span(in_pairs).subspan(l * index(of.sampled_heads), index(of.sampled_heads)), of.kv_heads)
+              .times(share / (layers * layers));
+  for (const auto& [name, of_estimate] : errors)
+    half_widths[name] = of_estimate.half_width(missed_by_intervals / of.looks);
 }
 
 double CellRecord::select_seconds() const {
@@ -591,7 +618,13 @@ TraceCells read_trace_cells(const std::filesystem::path& path) {
     const Group of_cell = values.group(id);
     CellRecord cell = read_cell_facts(of_cell, id);
     cell.values = read_values(of_cell, all.trace);
-    if (all.trace.is_sampled()) cell.by_query = read_by_query(file.group("by_query").group(id), all.trace);
+    if (all.trace.samples_queries())
+      cell.by_query = read_by_unit(file.group("by_query").group(id), index(all.trace.n_queries));
+    if (all.trace.samples_heads())
+      cell.by_head =
+          read_by_unit(file.group("by_head").group(id), all.trace.treated.size() * index(all.trace.sampled_heads));
+    if (all.trace.samples_layers())
+      cell.by_layer = read_by_unit(file.group("by_layer").group(id), all.trace.treated.size());
     cell.find_half_widths(all.trace);
     cell.seconds = read_seconds(seconds, id, all.trace);
     all.cells.push_back(std::move(cell));

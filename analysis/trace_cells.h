@@ -10,7 +10,8 @@
 //   /values/ID      `numbers`: all its values [L+1, H+1], one metric after the other; `metrics`: lines of
 //                   metric,variant,rows,columns. /values/trace: values of the trace itself
 //   /by_query/ID    of a sampled trace: `numbers` float64 [metrics, n_queries], values of the sampled eval queries in
-//                   pairs of one stratum; `metrics`: lines of metric,variant
+//                   pairs of one stratum; `metrics`: lines of metric,variant. /by_layer/ID: the same of sampled layers;
+//                   /by_head/ID: of the sampled KV heads of each layer
 //   /seconds/ID     float64 [treated, 2]: scoring, selection; /seconds/observables [treated]
 //
 // H is the finest granularity of the cell's layers, as many rows as the layer with most has; other layers have empty
@@ -51,12 +52,14 @@ struct TraceRecord {
   std::string eval = {};  // as asked for
   int boundary = 0;
   int n_queries = 0;
-  std::string sample = {};  // "queries=256,seed=0": metrics are estimated from n_queries eval queries; empty: all
-  int looks = 1;            // of a sampled trace: samples whose size may depend on those before
-  int all_queries = 0;      // of a sampled trace: the eval queries that the sample was drawn from
-  int numerics = 0;         // the version of our numbers
+  std::string sample = {};           // "layers=6,queries=256,seed=0": metrics are estimates; empty: they are exact
+  int looks = 1;                     // of a sampled trace: samples whose size may depend on those before
+  int all_queries = 0;               // of a sampled trace: eval queries, of which n_queries were measured
+  std::vector<int> all_layers = {};  // of a trace with sampled layers: all treated ones
+  int sampled_heads = 0;             // of a trace with sampled KV heads: how many of each layer were measured
+  int numerics = 0;                  // the version of our numbers
   std::string backend = {};
-  std::vector<int> treated = {};      // stored layers
+  std::vector<int> treated = {};      // stored layers; of sampled ones those that were replayed
   std::vector<int> layer_index = {};  // the model's own number of each stored layer: what tables show
 
   ValuesByMetric values = {};
@@ -73,7 +76,10 @@ struct TraceRecord {
 
   int continuation() const { return tokens - boundary; }
   bool is_sampled() const { return !sample.empty(); }
-  /// "256 of 2048 eval queries"; empty: all were measured.
+  bool samples_queries() const { return is_sampled() && n_queries < all_queries; }
+  bool samples_layers() const { return !all_layers.empty(); }
+  bool samples_heads() const { return sampled_heads > 0; }
+  /// "6 of 30 layers, 4 of 8 KV heads, 256 of 2048 eval queries"; empty: everything was measured.
   std::string sample_text() const;
   bool has_equal_heads() const { return layer_query_heads.empty(); }
   /// Rows of a granularity in a stored layer, and in the layer that has most.
@@ -111,14 +117,15 @@ struct CellRecord {
   bool has_scores = false;
   bool keeps_all_changed = false;  // every token is kept, and changed: there are no sets to store
   ValuesByMetric values = {};
-  ValuesByQuery by_query = {};            // of a sampled trace, in pairs (replay/sample.h)
+  // Of sampled queries, layers, and KV heads [replayed, sampled_heads], in pairs (replay/sample.h).
+  ValuesByUnit by_query = {}, by_layer = {}, by_head = {};
   std::vector<CellSeconds> seconds = {};  // [treated]
 
   // Facts of the run, not stored in the file.
   std::string trace = {};                         // the name
   std::string twin_of = {};                       // id of the cell whose random twin this is; empty: none in this run
   std::string family = {};                        // of the policy
-  std::map<MetricName, double> half_widths = {};  // of 95 % intervals over all layers and heads, from by_query
+  std::map<MetricName, double> half_widths = {};  // of 95 % intervals over all layers and heads
   CellState state = CellState::skipped;
   std::string error = {};
 
@@ -126,7 +133,7 @@ struct CellRecord {
   double value(const MetricName& name) const;
   /// Of its 95 % interval. NaN: not an estimate.
   double half_width(const MetricName& name) const;
-  /// Computes half_widths from by_query.
+  /// Computes half_widths from by_query, by_layer and by_head.
   void find_half_widths(const TraceRecord& of);
   /// Scoring and selection, all layers, shared observables apart.
   double select_seconds() const;

@@ -124,7 +124,11 @@ using Measure =
                  OfLayerAtQuery, OfSpan, OfSpanInAllLayers, OfCell, OfLayerPairs, OfTrace, OfSeconds, OfLiveModel>;
 
 /// Why a sample of the eval queries does not estimate the metric, such as "is a percentile"; empty: it does.
-std::string why_not_estimated(const Measure& measure);
+std::string why_no_sample_of_queries(const Measure& measure);
+/// The same of a sample of the KV heads.
+std::string why_no_sample_of_heads(const Measure& measure);
+/// And of the layers.
+std::string why_no_sample_of_layers(const Measure& measure);
 
 /// Whether it is a mean of values at the eval queries, exactly or to first order.
 bool is_mean_over_queries(const Measure& measure);

@@ -92,11 +92,21 @@ const MetricCard& metric_card(std::string_view name) {
   return *card;
 }
 
-std::string why_not_estimated(const Measure& measure) {
+std::string why_no_sample_of_queries(const Measure& measure) {
   if (std::holds_alternative<OfBestSet>(measure)) return "reads the attention of all eval queries";
   if (std::holds_alternative<OfEvalAttention>(measure)) return "is a quotient of sums over all eval queries";
   const auto* of = std::get_if<OfMoments>(&measure);
   return of != nullptr && of->over_queries != nullptr ? "is a percentile over all eval queries" : "";
+}
+
+std::string why_no_sample_of_heads(const Measure& measure) {
+  if (std::holds_alternative<OfProjectedOutput>(measure)) return "reads the outputs of all heads";
+  return std::holds_alternative<OfAllQueries>(measure) ? "is measured in a pass over all heads" : "";
+}
+
+std::string why_no_sample_of_layers(const Measure& measure) {
+  const bool combines = std::holds_alternative<OfCell>(measure) || std::holds_alternative<OfSpanInAllLayers>(measure);
+  return combines ? "combines the kept sets of all layers" : "";
 }
 
 bool is_mean_over_queries(const Measure& measure) {

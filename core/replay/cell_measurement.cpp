@@ -29,18 +29,30 @@ StoredLayer in_slot_order(const LayerView& view, const LayerSelection& selection
   return stored;
 }
 
-/// A query head and the KV head that it reads.
-LayerTensors one_head(LayerTensors tensors, int query_head) {
-  const auto cut = [](TensorView& tensor, int head) {
+/// `count` query heads of a group from `first` on, and the KV head that they read.
+LayerTensors heads_of_layer(LayerTensors tensors, int first, int count) {
+  const auto cut = [](TensorView& tensor, int head, int heads) {
     tensor.data = tensor.row(head, 0);
-    tensor.heads = 1;
+    tensor.heads = heads;
   };
-  const int kv_head = query_head / tensors.group();
-  if (!tensors.sinks.empty()) tensors.sinks = tensors.sinks.subspan(static_cast<std::size_t>(query_head), 1);
-  cut(tensors.q, query_head);
-  cut(tensors.k, kv_head);
-  cut(tensors.v, kv_head);
+  const int kv_head = first / tensors.group();
+  if (!tensors.sinks.empty())
+    tensors.sinks = tensors.sinks.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
+  cut(tensors.q, first, count);
+  cut(tensors.k, kv_head, 1);
+  cut(tensors.v, kv_head, 1);
   return tensors;
+}
+
+/// The sets that the query heads of one KV head read.
+std::vector<KeptSet> of_kv_head(KeptSets sets, int kv_head, int group) {
+  std::vector<KeptSet> all;
+  for (const KeptSet& set : sets) {
+    const int rows = set.heads() == Heads::query ? group : 1, first = set.heads() == Heads::layer ? 0 : kv_head * rows;
+    KeptSet& own = all.emplace_back(set.heads(), rows, set.tokens());
+    for (int row = 0; row < rows; ++row) own.keep(row, set.row_bits(first + row));
+  }
+  return all;
 }
 
 }  // namespace
@@ -115,7 +127,7 @@ void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measu
       const int dims = view.tensors().q.dim + (parts.outputs ? view.tensors().v.dim : 0);
       return visible_pairs(view.tensors(), block, view.tensors().k.tokens) * dims;
     });
-    KeptMoments moments = of_.backend.kept_moments(view.tensors(), block, of_.prompt(), sets, parts);
+    KeptMoments moments = kept_moments(view, block, sets, parts);
     timed.reset();
     for (const auto& [i, one] : compared)
       std::ranges::copy(one.outputs.errors, moments.outputs.errors.data() + i * one.outputs.errors.size());
@@ -123,6 +135,36 @@ void CellMeasurement::measure_in_blocks(const LayerView& view, std::vector<Measu
     for (std::size_t i = 0; i < to_measure.size(); ++i)
       if (!to_measure[i].is_general()) cross_check(view, to_measure[i], sets[i], first, block);
   }
+}
+
+/// Of sampled KV heads one after the other.
+KeptMoments CellMeasurement::kept_moments(const LayerView& view, std::span<const std::int32_t> queries,
+                                          std::span<const KeptSets> sets, MomentParts parts) const {
+  const std::vector<std::vector<int>>& sampled = of_.conditions.sampled_heads;
+  if (sampled.empty()) return of_.backend.kept_moments(view.tensors(), queries, of_.prompt(), sets, parts);
+  const std::size_t of_head = static_cast<std::size_t>(view.group()) * queries.size();
+  const std::size_t of_layer = static_cast<std::size_t>(view.kv_heads()) * of_head;
+  KeptMoments all{.parts = parts, .full = std::vector<Moments>(of_layer), .kept = {}, .outputs = {}};
+  all.kept.resize(sets.size() * of_layer);
+  for (const int head : sampled[static_cast<std::size_t>(view.layer())]) {
+    std::vector<std::vector<KeptSet>> own;
+    for (const KeptSets of_cell : sets) own.push_back(of_kv_head(of_cell, head, view.group()));
+    const KeptMoments some =
+        of_.backend.kept_moments(heads_of_layer(view.tensors(), head * view.group(), view.group()), queries,
+                                 of_.prompt(), std::vector<KeptSets>(own.begin(), own.end()), parts);
+    const std::size_t place = static_cast<std::size_t>(head) * of_head;
+    std::ranges::copy(some.full, all.full.begin() + static_cast<std::ptrdiff_t>(place));
+    for (std::size_t cell = 0; cell < sets.size(); ++cell)
+      std::copy_n(some.kept.begin() + static_cast<std::ptrdiff_t>(cell * of_head), of_head,
+                  all.kept.begin() + static_cast<std::ptrdiff_t>(cell * of_layer + place));
+  }
+  return all;
+}
+
+bool CellMeasurement::is_measured(const LayerView& view, int query_head) const {
+  const std::vector<std::vector<int>>& sampled = of_.conditions.sampled_heads;
+  return sampled.empty() ||
+         std::ranges::binary_search(sampled[static_cast<std::size_t>(view.layer())], query_head / view.group());
 }
 
 std::map<std::size_t, ComparedSet> CellMeasurement::compare(const LayerView& view, std::span<const Measured> cells,
@@ -169,9 +211,9 @@ void CellMeasurement::cross_check(const LayerView& view, const Measured& cell, K
   if (static_cast<int>(next(static_cast<std::size_t>(view.layers()))) != view.layer()) return;
   const auto head = static_cast<int>(next(static_cast<std::size_t>(view.query_heads())));
   const std::size_t query = next(of_.conditions.eval_queries.size());
-  if (query < first || query >= first + block.size()) return;
+  if (query < first || query >= first + block.size() || !is_measured(view, head)) return;
   const std::size_t in_block = query - first;
-  const LayerTensors of_head = one_head(view.tensors(), head);
+  const LayerTensors of_head = heads_of_layer(view.tensors(), head, 1);
   const KeptSet& set = sets[sets.size() == 1 ? 0 : in_block];
   const KeptSet held = set.only(set.row_of(head, view.group()));
   const std::vector<Comparison> compared = of_.backend.compare_attention(

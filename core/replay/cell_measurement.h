@@ -32,6 +32,9 @@ class CellMeasurement {
 
   Measured prepared(const Job& job, const LayerView& view, const std::map<int, PairedLayer>& paired) const;
   void measure_in_blocks(const LayerView& view, std::vector<Measured>& to_measure);
+  KeptMoments kept_moments(const LayerView& view, std::span<const std::int32_t> queries, std::span<const KeptSets> sets,
+                           MomentParts parts) const;
+  bool is_measured(const LayerView& view, int query_head) const;
   /// Of the cells that are general, by their number; equal ones are compared once.
   std::map<std::size_t, ComparedSet> compare(const LayerView& view, std::span<const Measured> cells,
                                              std::span<const KeptSets> sets, std::span<const std::int32_t> queries,

@@ -230,8 +230,10 @@ double Estimator::seconds(const Trace& trace, const Conditions& conditions, std:
   if (cells.empty() && demand.similarity_passes == 0) return 0;
   const CellSums sums(trace, conditions, demand.save_scores, cells);
   // Reading from disk at 1 GB/s, slow enough for a cold cache on common drives.
-  const double reading = static_cast<double>(trace.tensor_bytes()) * 1e-9 * (sums.second_walk ? 2.0 : 1.0);
-  return std::max(layer_seconds(seconds_, sums, demand) * static_cast<double>(sums.layers), reading) + seconds_a_trace +
+  const auto replayed = static_cast<double>(conditions.replayed_layers().size());
+  const double reading = static_cast<double>(trace.tensor_bytes()) * 1e-9 * (sums.second_walk ? 2.0 : 1.0) * replayed /
+                         static_cast<double>(sums.layers);
+  return std::max(layer_seconds(seconds_, sums, demand) * replayed, reading) + seconds_a_trace +
          seconds_a_cell * static_cast<double>(cells.size());
 }
 

@@ -11,6 +11,7 @@
 #include "attention/softmax_keys.h"
 #include "parallel.h"
 #include "policies/selection.h"
+#include "positions.h"
 #include "profile.h"
 #include "replay/cell_measurement.h"
 #include "replay/eviction.h"
@@ -124,7 +125,9 @@ class Replay {
   void walk(int number, int walks) {
     const bool queries = reads_all_queries();
     std::deque<HeldLayer> held;  // the layer in use, and the next
-    for (int l = 0; l < of_.layers(); ++l) {
+    const std::vector<int> replayed = of_.conditions.replayed_layers();
+    for (std::size_t i = 0; i < replayed.size(); ++i) {
+      const int l = replayed[i];
       of_.poll();
       const Timed timed(Work::layer, std::to_string(l));
       const int stored = of_.stored(l);
@@ -135,8 +138,8 @@ class Replay {
       const LayerTensors tensors = of_.trace.layer(stored);
       if (held.empty()) held.emplace_back(of_.backend, tensors);
       held.front().hold(queries);  // again, where it did not fit beside the one before it
-      if (l + 1 < of_.layers()) {
-        const int following = of_.stored(l + 1);
+      if (i + 1 < replayed.size()) {
+        const int following = of_.stored(replayed[i + 1]);
         const bool fits = of_.trace.prefetch(following, queries);
         // An archived layer is put together in place of the one before it.
         if (fits && of_.trace.archived_bytes(following) == 0)
@@ -199,6 +202,10 @@ class Replay {
 };
 
 }  // namespace
+
+std::vector<int> Conditions::replayed_layers() const {
+  return sampled_layers.empty() ? position_range(0, static_cast<int>(layers.size())) : sampled_layers;
+}
 
 ScoreKey score_key(const Plan& plan, const Scoring& how) {
   const Scoring read = inputs_of_scorer(plan, how);

@@ -26,6 +26,13 @@ struct Conditions {
   int boundary = 0;                        // P: tokens under compression
   std::vector<std::int32_t> eval_queries;  // positions, ascending
   std::vector<int> layers;                 // stored layers that are treated, ascending
+  std::vector<int> sampled_layers = {};    // numbers of treated layers, ascending; empty: all are replayed
+
+  /// [treated] KV heads whose queries are measured, ascending; empty: all are.
+  std::vector<std::vector<int>> sampled_heads = {};
+
+  /// Numbers of the treated layers that are replayed, ascending.
+  std::vector<int> replayed_layers() const;
 };
 
 /// Which tokens metrics are taken at: "continuation", "last:N", "span:NAME", "all", "stride:K". Throws Error{usage} for
@@ -86,7 +93,8 @@ class Sink {
   /// Of cells whose store changes kept tokens or moves them, before `measured` of the same block: [Hq, count].
   virtual void compared(const LayerView&, int /*cell*/, int /*first*/, int /*count*/, std::span<const Comparison>) {}
   /// Moments of some cells at a block of eval queries, [first, first + count) of Conditions::eval_queries:
-  /// `moments.kept` is [cells, Hq, count], and the outputs of cells that were `compared` are the comparison's.
+  /// `moments.kept` is [cells, Hq, count], 0 for heads that are not measured, and the outputs of cells that were
+  /// `compared` are the comparison's.
   virtual void measured(const LayerView&, std::span<const int> /*cells*/, int /*first*/, int /*count*/,
                         const KeptMoments&) {}
   /// Of the other cells at one query of the block that `measured` heard last (index into eval_queries) and one query
@@ -118,9 +126,10 @@ bool protected_tokens_fill_budget(const Trace& trace, const Conditions& conditio
 /// needs none, or has one.
 std::string without_question(const Trace& trace, const Conditions& conditions, const ConfiguredPolicy& policy);
 
-/// Replays one trace. A cell whose policy throws, or fails a check of its selection, fails alone. Throws what concerns
-/// all of them; Error{interrupted} when `interrupted` (polled between layers, steps of a schedule and query blocks)
-/// answers true. `store`: where observables of whole prompts are read from and kept; null: nowhere.
+/// Replays one trace; of sampled layers only these, which no cell's policy may combine with others
+/// (why_no_sample_of_layers in sample.h). A cell whose policy throws, or fails a check of its selection, fails alone.
+/// Throws what concerns all of them; Error{interrupted} when `interrupted` (polled between layers, steps of a schedule
+/// and query blocks) answers true. `store`: where observables of whole prompts are read from and kept; null: nowhere.
 void replay(Backend& backend, const Trace& trace, const Conditions& conditions, std::span<const Cell> cells, Sink& sink,
             const std::function<bool()>& interrupted = {}, ObservableStore* store = nullptr);
 

@@ -112,7 +112,7 @@ def test_finished_estimates_are_reused(traces: Path, tmp_path: Path) -> None:
     assert few < more == set((tmp_path / "at-once/results.csv").read_text().splitlines())
     again = json.loads(done(*words, "--json", "-o", "out", folder=tmp_path))
     assert {cell["state"] for cell in again["cells"]} == {"skipped"}
-    assert again["traces"][0]["sample"] == {"text": "queries=16,seed=0", "all_eval_queries": 64}
+    assert again["traces"][0]["sample"]["text"] == "queries=16,seed=0"
     snapkv = next(cell for cell in again["cells"] if cell["policy"] == "snapkv")
     row = overall(tmp_path / "out").loc[("snapkv", "attention_recall", "")]
     assert snapkv["half_widths"]["attention_recall"] == float(row["half_width"])
@@ -124,7 +124,8 @@ def test_finished_estimates_are_reused(traces: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--sample", "queries=3"], "--sample: queries: not in pairs: expected an even number, found 3"),
-        (["--sample", "quereis=2"], "--sample: unknown parameter: expected queries, found quereis"),
+        (["--sample", "quereis=2"],
+         "--sample: unknown parameter: expected one of layers, heads, queries, found quereis"),
         (["--sample", "queries=2", "-p", "oracle"],
          "oracle: selects by the attention of all eval queries: expected a replay without --sample"),
         (["--sample", "queries=2", "--metrics", "attention_recall:worst"],
@@ -149,6 +150,105 @@ def test_a_folder_has_one_sample_of_a_trace(traces: Path, tmp_path: Path) -> Non
     assert (tmp_path / "out/results.csv").read_bytes() == before
     done(*words, "--force", folder=tmp_path)
     assert "half_width" not in table(tmp_path / "out").columns
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with wide.h5, of 12 layers, 6 KV heads and 64 eval queries, and its exact results."""
+    folder = tmp_path_factory.mktemp("wide")
+    heads = ["--query-heads", "12", "--kv-heads", "6", "--head-dim", "16"]
+    done("synth", "sinks", "-o", "wide.h5", "--layers", "12", *heads, "--prompt", "128", "--continuation", "64",
+         folder=folder)  # fmt: skip
+    done("replay", "wide.h5", *WIDE, "-o", "exact", folder=folder)
+    return folder
+
+
+WIDE = ["-p", "snapkv,pyramid-kv", "-b", "0.1", "--controls", "none"]
+SIZES = {"queries": (16, 64), "layers": (4, 12), "heads": (2, 6)}
+
+
+@pytest.mark.parametrize("kinds", ["layers", "heads", "layers,heads", "layers,heads,queries"])
+def test_intervals_add_the_errors_of_all_kinds_of_units(wide: Path, kinds: str) -> None:
+    names = kinds.split(",")
+    sample = ",".join(f"{name}={SIZES[name][0]}" for name in names)
+    output = wide / sample
+    done("replay", "wide.h5", *WIDE, "--sample", sample, "-o", sample, folder=wide)
+    found = overall(output)
+    count = {name: SIZES[name][0 if name in names else 1] for name in SIZES}
+    with h5py.File(output / "cells/wide.h5") as file:
+        assert file["traces/wide"].attrs["sample"].decode() == f"{sample},seed=0"
+        assert len(file["traces/wide"].attrs["treated"]) == count["layers"]
+        for policy in ("snapkv", "pyramid-kv"):
+            row = found.loc[(policy, "attention_recall", "")]
+            errors = []
+            for name in names:
+                group = file[f"by_{name.removesuffix('s').replace('querie', 'query')}"][row["cell"]]
+                place = group["metrics"].asstr()[()].split().index("attention_recall,")
+                numbers = group["numbers"][place]
+                assert numbers.mean() == pytest.approx(float(row["value"]), rel=1e-12)
+                if name != "heads":
+                    errors.append(pairs_error(numbers, SIZES[name][1]))
+                    continue
+                for of_layer in numbers.reshape(count["layers"], count["heads"]):
+                    variance, degrees = pairs_error(of_layer, SIZES["heads"][1])
+                    errors.append((variance / count["layers"] / 12, degrees))  # n_L / N_L / n_L²
+            variance = sum(one for one, _ in errors)
+            degrees = variance**2 / sum(one**2 / degrees for one, degrees in errors)
+            assert float(row["half_width"]) == pytest.approx(t.ppf(0.975, degrees) * variance**0.5, rel=1e-9)
+
+
+def test_sums_over_layers_are_estimated(wide: Path) -> None:
+    done("replay", "wide.h5", *WIDE, "--sample", "layers=4", "-o", "sums", folder=wide)
+    exact, found = overall(wide / "exact"), overall(wide / "sums")
+    uniform, pyramid = (("snapkv", "kv_bytes", ""), ("pyramid-kv", "kv_bytes", ""))
+    assert float(found.loc[uniform, "value"]) == float(exact.loc[uniform, "value"])
+    assert float(found.loc[uniform, "half_width"]) == 0
+    error = abs(float(found.loc[pyramid, "value"]) - float(exact.loc[pyramid, "value"]))
+    assert 0 < error <= float(found.loc[pyramid, "half_width"])
+
+
+def test_intervals_of_sampled_layers_and_heads_cover_the_exact_values(wide: Path) -> None:
+    exact = overall(wide / "exact")["value"]
+    covered = []
+    for seed in range(30):
+        words = ["--sample", "layers=6,heads=4,queries=16", "--seed", seed, "-o", f"seed-{seed}"]
+        kvreplay("replay", "wide.h5", *WIDE, *words, folder=wide)
+        found = overall(wide / f"seed-{seed}")
+        found = found.loc[(["snapkv", "pyramid-kv"], ["attention_recall", "attention_l1", "output_error"]), :]
+        error = (found["value"].astype(float) - exact.loc[found.index].astype(float)).abs()
+        covered += list(error <= found["half_width"].astype(float))
+    assert np.mean(covered) > 0.88  # 95 % of 240 that depend on each other
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sample", "layers=4", "-p", "dynamickv"],
+         "dynamickv: allocates tokens by the scores of all layers: expected a replay without --sample"),
+        (["--precision", "0.1", "--sample", "layers=4"],
+         "--precision: samples the eval queries of all layers and heads: expected --sample without layers= and heads="),
+        (["--sample", "heads=4", "--metrics", "attention_cosine:rows"],
+         "attention_cosine:rows: is measured in a pass over all heads: expected a replay without --sample"),
+    ],
+)  # fmt: skip
+def test_units_that_cannot_be_sampled_are_rejected(wide: Path, words: list[str], message: str) -> None:
+    answer = kvreplay("replay", "wide.h5", "-p", "snapkv", "-b", "0.1", *words, "-o", "rejected", folder=wide)
+    assert (answer.code, answer.err) == (2, f"kvreplay: {message}\n")
+
+
+def test_the_oracle_is_replayed_in_sampled_layers(wide: Path) -> None:
+    done("replay", "wide.h5", "-p", "snapkv,oracle", "-b", "0.1", "--sample", "layers=4", "-o", "oracle", folder=wide)
+    rows = overall(wide / "oracle")
+    assert float(rows.loc[("snapkv", "attention_recall", "oracle"), "half_width"]) > 0
+
+
+def test_finished_cells_of_sampled_layers_and_heads_are_reused(wide: Path) -> None:
+    words = ["replay", "wide.h5", *WIDE, "--sample", "layers=4,heads=2"]
+    done(*words, "--metrics", "attention_cosine", "-o", "some", folder=wide)
+    done(*words, "-o", "some", folder=wide)
+    done(*words, "-o", "at-once", folder=wide)
+    some, at_once = ((wide / name / "results.csv").read_text() for name in ("some", "at-once"))
+    assert some == at_once
 
 
 PRECISE = ["replay", "deep.h5", "-p", "snapkv", "-b", "0.1", "--controls", "none"]

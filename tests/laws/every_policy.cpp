@@ -251,6 +251,69 @@ TEST_P(EveryPolicy, IsMeasuredTheSameAtSampledQueries) {
   });
 }
 
+TEST_P(EveryPolicy, IsReplayedTheSameInSampledLayers) {
+  on_all([](const Trace& trace, int budget) {
+    if (budget != 3 && budget != 40) return;
+    Conditions conditions = default_conditions(trace);
+    const auto layers = static_cast<int>(conditions.layers.size());
+    const ConfiguredPolicy policy = ConfiguredPolicy::parse(GetParam());
+    if (layers < 2 || !why_no_sample_of_layers(policy, layers).empty()) return;
+    const RecordedRun all = record(trace, {GetParam()}, budget);
+    for (conditions.sampled_layers = {layers - 1}; conditions.sampled_layers.front() >= 0;
+         --conditions.sampled_layers.front()) {
+      const int layer = conditions.sampled_layers.front();
+      SCOPED_TRACE("layer " + std::to_string(layer));
+      const RecordedRun one = record_cells(*tested_backend(1), trace, {{policy, budget}}, conditions);
+      ASSERT_EQ(one.selections.size(), 1U);
+      const auto same = [](const auto& a, const auto& b) {
+        return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
+      };
+      const RecordedRun::CellLayer key{0, layer};
+      EXPECT_EQ(one.selections.at(key).set, all.selections.at(key).set);
+      EXPECT_EQ(one.selections.at(key).evicted_at, all.selections.at(key).evicted_at);
+      EXPECT_EQ(one.selections.at(key).granted, all.selections.at(key).granted);
+      EXPECT_TRUE(same(one.moments.at(key), all.moments.at(key)));
+      if (all.compared_at.contains(key)) {
+        EXPECT_TRUE(same(one.compared_at.at(key), all.compared_at.at(key)));
+      }
+    }
+  });
+}
+
+TEST_P(EveryPolicy, IsMeasuredTheSameInSampledHeads) {
+  on_all([](const Trace& trace, int budget) {
+    if (budget != 3 && budget != 40) return;
+    Conditions conditions = default_conditions(trace);
+    for (std::size_t l = 0; l < conditions.layers.size(); ++l) {
+      std::vector<int>& heads = conditions.sampled_heads.emplace_back();
+      for (int head = static_cast<int>(l) % 2; head < trace.header().shape(conditions.layers[l]).kv_heads; head += 2)
+        heads.push_back(head);
+    }
+    const RecordedRun all = record(trace, {GetParam()}, budget);
+    const std::vector<Cell> cells{{ConfiguredPolicy::parse(GetParam()), budget}};
+    const RecordedRun some = record_cells(*tested_backend(1), trace, cells, conditions);
+    const std::size_t queries = conditions.eval_queries.size();
+    for (const auto& [key, selection] : all.selections) {
+      EXPECT_EQ(selection.set, some.selections.at(key).set);
+      const auto l = static_cast<std::size_t>(key.second);
+      const LayerShape shape = trace.header().shape(conditions.layers[l]);
+      const std::size_t of_head = static_cast<std::size_t>(shape.query_heads / shape.kv_heads) * queries;
+      for (const int head : conditions.sampled_heads[l]) {
+        const std::size_t begin = static_cast<std::size_t>(head) * of_head;
+        const auto same = [&](const auto& a, const auto& b) {
+          return std::memcmp(&a[begin], &b[begin], of_head * sizeof(a[0])) == 0;
+        };
+        EXPECT_TRUE(same(all.moments.at(key), some.moments.at(key)));
+        EXPECT_TRUE(same(all.full.at(key.second), some.full.at(key.second)));
+      }
+      if (all.compared_at.contains(key)) {
+        const std::vector<Comparison>&one = all.compared_at.at(key), &other = some.compared_at.at(key);
+        EXPECT_EQ(std::memcmp(one.data(), other.data(), one.size() * sizeof(one[0])), 0);
+      }
+    }
+  });
+}
+
 TEST_P(EveryPolicy, SelectsTheSameInAnyCompany) {
   on_all([](const Trace& trace, int budget) {
     if (budget != 3 && budget != 40) return;

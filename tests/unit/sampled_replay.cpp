@@ -38,10 +38,13 @@ std::vector<double> drawn(std::span<const double> population, int count, std::ui
 
 TEST(SampleSizes, AreReadFromText) {
   EXPECT_EQ(SampleSizes::parse("queries=256").queries, 256);
+  EXPECT_EQ(SampleSizes::parse("queries=8,layers=4").layers, 4);
+  EXPECT_EQ(SampleSizes::parse("heads=2").heads, 2);
+  EXPECT_EQ(refusal("layers=3"), "2 --sample: layers: not in pairs: expected an even number, found 3");
   EXPECT_EQ(refusal("queries=3"), "2 --sample: queries: not in pairs: expected an even number, found 3");
   EXPECT_EQ(refusal("queries=0"), "2 --sample:queries: out of range: expected 2.., found 0");
-  EXPECT_EQ(refusal("256"), "2 --sample: not an assignment: expected queries=256, found 256");
-  EXPECT_EQ(refusal("query=2"), "2 --sample: unknown parameter: expected queries, found query");
+  EXPECT_EQ(refusal("256"), "2 --sample: not an assignment: expected layers=6,heads=4,queries=256, found 256");
+  EXPECT_EQ(refusal("query=2"), "2 --sample: unknown parameter: expected one of layers, heads, queries, found query");
 }
 
 TEST(DrawPairs, DrawsTwoUnitsOfEachStratum) {
@@ -54,8 +57,7 @@ TEST(DrawPairs, DrawsTwoUnitsOfEachStratum) {
       const int widest = (population + count / 2 - 1) / (count / 2);  // a stratum
       for (std::size_t i = 0; i < units.size(); i += 2) {
         EXPECT_TRUE(units[i] >= 0 && units[i] < population && units[i + 1] >= 0 && units[i + 1] < population);
-        const int apart = std::abs(units[i] - units[i + 1]);
-        EXPECT_LT(std::min(apart, population - apart), widest) << "on the circle";
+        EXPECT_LT(std::abs(units[i] - units[i + 1]), 2 * widest) << "every other unit";
       }
     }
 }
@@ -108,6 +110,26 @@ TEST(SamplingError, OfARootOfQuotients) {
   EXPECT_EQ(linearised_root(std::vector{0.0, 0.0}, std::vector{1.0, 0.0}), (std::vector{0.0, 0.0}));
 }
 
+TEST(SamplingError, OfASum) {
+  const SamplingError both = SamplingError{2, 4} + SamplingError{1, 3};
+  EXPECT_EQ(both.variance, 3);
+  EXPECT_DOUBLE_EQ(both.degrees, 9 / (4.0 / 4 + 1.0 / 3));
+  const SamplingError one = SamplingError{} + SamplingError{2, 4};
+  EXPECT_EQ(one.variance, 2);
+  EXPECT_DOUBLE_EQ(one.degrees, 4);
+  EXPECT_EQ((SamplingError{} + SamplingError{}).half_width(), 0);
+}
+
+TEST(SamplingError, PseudoValues) {
+  const std::vector<double> values{1, 2, 4};
+  const std::vector<double> of_mean = pseudo_values(values, mean), of_harmonic = pseudo_values(values, harmonic_mean);
+  for (std::size_t i = 0; i < values.size(); ++i) EXPECT_NEAR(of_mean[i], values[i], 1e-15);
+  // The harmonic mean of all is 12/7; without a value it is 8/3, 8/5 and 4/3.
+  EXPECT_NEAR(of_harmonic[0], 36.0 / 7 - 16.0 / 3, 1e-14);
+  EXPECT_NEAR(of_harmonic[1], 36.0 / 7 - 16.0 / 5, 1e-14);
+  EXPECT_NEAR(of_harmonic[2], 36.0 / 7 - 8.0 / 3, 1e-14);
+}
+
 /// The exact values of one replay at each eval query, mean over layers and heads.
 struct AtEveryQuery final : Sink {
   explicit AtEveryQuery(std::size_t queries) : recall(queries), error(queries), output(queries) {}
@@ -125,10 +147,11 @@ struct AtEveryQuery final : Sink {
   std::vector<double> recall, error, output;
 };
 
-/// Of 1,000 intervals 950 cover the exact value, within three binomial standard deviations of 6.9.
+/// Of 1,000 intervals 950 cover the exact value, within three binomial standard deviations of 6.9. More may do so,
+/// because the degrees of freedom of values without outliers are underestimated.
 void expect_coverage(int covered) {
   EXPECT_GE(covered, 950 - 21);
-  EXPECT_LE(covered, 950 + 21);
+  EXPECT_LE(covered, 985);
 }
 
 class SampledReplay : public TraceFiles {};
@@ -258,6 +281,18 @@ TEST_F(SampledReplay, PoliciesOfAllEvalQueriesAreNotSampled) {
   EXPECT_EQ(reason("oracle"), "selects by the attention of all eval queries");
   EXPECT_EQ(reason("snapkv:score=eval"), "selects by the attention of all eval queries");
   EXPECT_EQ(reason("oracle:counts=(snapkv)"), "selects by the attention of all eval queries");
+}
+
+TEST_F(SampledReplay, PoliciesThatCombineLayersAreNotReplayedInSome) {
+  const auto reason = [](const char* policy) { return why_no_sample_of_layers(ConfiguredPolicy::parse(policy), 4); };
+  for (const char* policy : {"snapkv", "pyramid-kv", "ada-kv", "oracle", "h2o:schedule=threshold(0.5,0.3)", "kivi",
+                             "layers:0=h2o,1-3=snapkv", "random-twin:of=(pyramid-kv)"})
+    EXPECT_EQ(reason(policy), "") << policy;
+  EXPECT_EQ(reason("dynamickv"), "allocates tokens by the scores of all layers");
+  EXPECT_EQ(reason("random-twin:of=(dynamickv)"), "dynamickv allocates tokens by the scores of all layers");
+  EXPECT_EQ(reason("pyramid-infer"), "selects within the kept set of the layer before");
+  EXPECT_EQ(reason("chunkkv:reuse=2"), "uses the set of one layer in others");
+  EXPECT_EQ(reason("minicache"), "stores layers in pairs");
 }
 
 }  // namespace

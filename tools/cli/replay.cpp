@@ -76,8 +76,8 @@ constexpr Option options[] = {
     in_group("measurement", boundary_option),
     {"eval", 0, "continuation|last:N|span:NAME|all|stride:K", "continuation",
      "queries at which metrics are measured; last:N: the last N of the prompt; stride:K: every K-th of the trace"},
-    {"sample", 0, "queries=N", "",
-     "estimate metrics from N of the eval queries, with 95 % intervals, in place of measuring all"},
+    {"sample", 0, "layers=N,heads=N,queries=N", "",
+     "estimate metrics from some layers, KV heads and eval queries, with 95 % intervals; omitted: all"},
     {"precision", 0, "P[:METRIC]", "",
      "sample more eval queries until the 95 % interval of each policy's METRIC (default: attention_recall) is at most "
      "±P, "
@@ -485,7 +485,7 @@ void report_presses(const Arguments& arguments) {
 void report_not_estimated(const Arguments& arguments, const RunRequest& request) {
   std::string names;
   for (const MetricName& name : request.metrics)
-    if (arguments.given("metrics") && request.is_sampled() && !why_not_estimated(find_variant(name)->measure).empty())
+    if (arguments.given("metrics") && !why_not_estimated(request, name).empty())
       names += (names.empty() ? "" : ", ") + name.text();
   if (!names.empty()) say("kvreplay: not estimated from a sample: {}\n", names);
 }
