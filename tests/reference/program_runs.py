@@ -284,7 +284,7 @@ FURTHER_POLICIES = [
     "cam-one-shot:merge=3,mode=sampled,seed=5",
     "h2o:store=merged-similar",
     "h2o:schedule=online,recent=3,store=merged-similar,similarity_threshold=0.2",
-    "knorm:schedule=every(7),store=merged-similar,merge_fraction=0.75",
+    "snapkv:window=2,kernel=1,agg=max,schedule=every(7),store=merged-similar,merge_fraction=0.75",
     "minicache",
     "minicache:gap=0.5,t=0.3",
     "minicache:distance=code,gap=0.2",
