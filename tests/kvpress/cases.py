@@ -84,7 +84,7 @@ CASES = (
     Case("KVComposePress(compression_ratio=R)", "kvcompose", "whole"),
 )
 
-# On tiny models, as each press runs two passes of its own.
+# On tiny models, as each press runs two further passes.
 PASS_CASES = (
     *(case for case in CASES if case.passes),
     Case("KVzipPress(R, n_sink=8)", "kvzip:sinks=8", "chunks"),

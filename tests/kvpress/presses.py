@@ -108,7 +108,7 @@ def rows_of(module: Any, keys: torch.Tensor, places: list[dict[bytes, int]]) -> 
 
 
 def kept_after_passes(press: Any, model: Any, ids: torch.Tensor) -> np.ndarray:
-    """What a press keeps of a prompt that decides after further passes of its own. One of them leaves the keys of its
+    """What a press keeps of a prompt that decides after further passes. One of them leaves the keys of its
     last pass in the cache, after those of the prompt."""
     modules = [layer.self_attn for layer in model.model.layers]
     cache = transformers.DynamicCache()

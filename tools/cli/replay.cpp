@@ -80,8 +80,7 @@ constexpr Option options[] = {
      "estimate metrics from some layers, KV heads and eval queries, with 95 % intervals; omitted: all"},
     {"precision", 0, "P[:METRIC]", "",
      "sample more eval queries until the 95 % interval of each policy's METRIC (default: attention_recall) is at most "
-     "±P, "
-     "or their order is settled"},
+     "±P, or their order is settled"},
     {"metrics", 0, "METRIC,...", "", "metrics: NAME or NAME:VARIANT (default: all, base variants)", true},
     {"sliding", 0, "skip|treat", "skip", "layers with a sliding window: skip them, or evict from them too"},
     {"seed", 0, "N", "0", "random seed of every policy that takes one"},

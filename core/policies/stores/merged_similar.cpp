@@ -61,7 +61,7 @@ std::vector<Merge> most_similar(const TensorView& keys, int head, std::int32_t s
   // Signed squares of the cosines, as one quotient: equal cosines of whole numbers have equal bits.
   std::vector<double> largest(evicted.size(), -std::numeric_limits<double>::infinity());
   for (const std::int32_t token : evicted) found.push_back({.step = step, .token = token});
-  constexpr std::size_t block = 64;  // keys that stay in the processor's cache for all evicted tokens
+  constexpr std::size_t block = 64;  // keys that the processor's cache holds for all evicted tokens
   double along[block];
   for (std::size_t first = 0; first < remaining.size(); first += block) {
     const std::size_t count = std::min(block, remaining.size() - first);
