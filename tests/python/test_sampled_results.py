@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from program import done, kvreplay
+from program import WITH_PYTHON, done, kvreplay
 
 import kvreplay as kv
 
@@ -52,9 +52,9 @@ def test_tables_of_types_have_the_half_width(written: Path, tmp_path: Path) -> N
 
 
 def test_comparisons_and_pages_say_that_values_are_estimates(written: Path, tmp_path: Path) -> None:
-    compared = kvreplay("compare", written, "--baseline", "snapkv", folder=tmp_path)
+    compared = kvreplay("compare", written, "--baseline", "snapkv", folder=tmp_path, env=WITH_PYTHON)
     assert compared.code == 0 and "estimates from samples: 6 of 12 eval queries of small" in compared.err
-    answer = kvreplay("report", written, "-o", "page.html", folder=tmp_path)
+    answer = kvreplay("report", written, "-o", "page.html", folder=tmp_path, env=WITH_PYTHON)
     assert answer.code == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     row = kv.Run(written).overall.query("policy == 'h2o' and metric == 'attention_recall'").iloc[0]
