@@ -21,11 +21,6 @@ namespace {
 
 constexpr double undefined = std::numeric_limits<double>::quiet_NaN();
 
-template <class Of>
-const Of* measure_as(const MetricName& name) {
-  return std::get_if<Of>(&find_variant(name)->measure);
-}
-
 /// Functions of the moments whose reductions over the queries make the metric; none: it is of another kind.
 template <class Of>
 std::vector<AtQuery> functions_of(const MetricName& name) {

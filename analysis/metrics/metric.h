@@ -196,6 +196,11 @@ std::vector<MetricName> parse_metrics(std::string_view text);
 
 /// The variant's declaration, also of a span's variant; null when there is none.
 const MetricVariant* find_variant(const MetricName& name);
+/// The variant's measure, where it is of this kind; otherwise null.
+template <class Of>
+const Of* measure_as(const MetricName& name) {
+  return std::get_if<Of>(&find_variant(name)->measure);
+}
 
 /// Whether it is measured for each span below the boundary.
 bool is_of_span(const MetricName& name);
