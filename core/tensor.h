@@ -38,6 +38,13 @@ struct TensorView {
            (static_cast<std::size_t>(head) * static_cast<std::size_t>(tokens) + static_cast<std::size_t>(token)) *
                stride_bytes();
   }
+  /// [count, tokens, dim]: the heads from `first` on.
+  TensorView heads_from(int first, int count = 1) const {
+    TensorView some = *this;
+    some.data = row(first, 0);
+    some.heads = count;
+    return some;
+  }
 };
 
 /// Rotary position embedding of one layer: pair i of the components from `offset` on turns by position * inv_freq[i]

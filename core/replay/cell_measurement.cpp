@@ -31,16 +31,12 @@ StoredLayer in_slot_order(const LayerView& view, const LayerSelection& selection
 
 /// `count` query heads of a group from `first` on, and the KV head that they read.
 LayerTensors heads_of_layer(LayerTensors tensors, int first, int count) {
-  const auto cut = [](TensorView& tensor, int head, int heads) {
-    tensor.data = tensor.row(head, 0);
-    tensor.heads = heads;
-  };
   const int kv_head = first / tensors.group();
   if (!tensors.sinks.empty())
     tensors.sinks = tensors.sinks.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
-  cut(tensors.q, first, count);
-  cut(tensors.k, kv_head, 1);
-  cut(tensors.v, kv_head, 1);
+  tensors.q = tensors.q.heads_from(first, count);
+  tensors.k = tensors.k.heads_from(kv_head);
+  tensors.v = tensors.v.heads_from(kv_head);
   return tensors;
 }
 

@@ -597,10 +597,7 @@ class GrowingValues final : public EvolvingValues {
   explicit GrowingValues(const LayerTensors& layer) : layer_(layer) {}
 
   std::vector<float> at_query(int kv_head, int query) const {
-    TensorView of_head = layer_.v;
-    of_head.data = of_head.row(kv_head, 0);
-    of_head.heads = 1;
-    std::vector<float> values = widened(of_head);
+    std::vector<float> values = widened(layer_.v.heads_from(kv_head));
     for (float& value : values) value *= 1.0F + static_cast<float>(query) / 64.0F;
     return values;
   }

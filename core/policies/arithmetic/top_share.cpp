@@ -1,27 +1,39 @@
 #include "policies/arithmetic/top_share.h"
 
 #include <algorithm>
-#include <cmath>
+#include <cstddef>
 #include <functional>
-#include <numeric>
+
+#include "observables/softmax.h"
 
 namespace kvreplay {
+namespace {
+
+/// The first of the weights in descending order whose cumulative sum exceeds `share`; the smallest if there is none.
+double last_within(std::vector<double> weights, double share) {
+  constexpr std::size_t piece = 64;  // few weights have most of the sum: the others need no order
+  const auto all = weights.begin();
+  double sum = 0;
+  std::size_t i = 0;
+  for (std::size_t end = std::min(piece, weights.size());; end = std::min(2 * end, weights.size())) {
+    const auto first = all + static_cast<std::ptrdiff_t>(i), last = all + static_cast<std::ptrdiff_t>(end);
+    std::nth_element(first, last, weights.end(), std::greater{});
+    std::sort(first, last, std::greater{});
+    for (; i < end; ++i)
+      if (i + 1 == weights.size() || ((sum += weights[i]) > share && share < 1)) return weights[i];  // 1: sums round
+  }
+}
+
+}  // namespace
 
 std::vector<std::int32_t> top_share(std::span<const double> logits, double share) {
   std::vector<std::int32_t> read;
   if (logits.empty()) return read;
-  const double most = std::ranges::max(logits);
-  std::vector<double> weights;
-  for (const double logit : logits) weights.push_back(std::exp(logit - most));
-  std::vector<double> sorted = weights;
-  std::ranges::sort(sorted, std::greater{});
-  const double total = std::accumulate(sorted.begin(), sorted.end(), 0.0);
-  double sum = 0;
-  std::size_t i = 0;
-  for (; i + 1 < sorted.size(); ++i)
-    if ((sum += sorted[i]) / total > share) break;
+  std::vector<double> weights(logits.begin(), logits.end());
+  to_softmax(weights);
+  const double least = last_within(weights, share);
   for (std::size_t j = 0; j < weights.size(); ++j)
-    if (weights[j] >= sorted[i]) read.push_back(static_cast<std::int32_t>(j));
+    if (weights[j] >= least) read.push_back(static_cast<std::int32_t>(j));
   return read;
 }
 

@@ -7,8 +7,8 @@
 
 namespace kvreplay {
 
-/// With x_j = exp(logit_j - max) in descending order, i is the first index whose cumulative sum, divided by the sum of
-/// all, exceeds `share`; the last index if there is none. All j with x_j >= x_i, ascending.
+/// With x = softmax(logits) in descending order, i is the first index whose cumulative sum exceeds `share`; the last
+/// index if there is none. All j with x_j >= x_i, ascending.
 std::vector<std::int32_t> top_share(std::span<const double> logits, double share);
 
 }  // namespace kvreplay

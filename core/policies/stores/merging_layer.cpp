@@ -20,13 +20,10 @@ LayerSelection evicted_after_prompt(const LayerView& view, const KeptSet& kept) 
 
 }  // namespace
 
-HeadValues::HeadValues(const TensorView& values, int head) : dim_(static_cast<std::size_t>(values.dim)) {
-  TensorView of_head = values;
-  of_head.data = values.row(head, 0);
-  of_head.heads = 1;
-  rounded_ = widened(of_head);
-  sums_.assign(rounded_.begin(), rounded_.end());
-}
+HeadValues::HeadValues(const TensorView& values, int head)
+    : dim_(static_cast<std::size_t>(values.dim)),
+      rounded_(widened(values.heads_from(head))),
+      sums_(rounded_.begin(), rounded_.end()) {}
 
 void HeadValues::round(std::int32_t token) {
   std::ranges::transform(of(token), rounded_.begin() + static_cast<std::ptrdiff_t>(first(token)),
