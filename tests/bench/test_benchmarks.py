@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import goals
+import length
 import numpy as np
 import performance_page as page
 import pytest
@@ -93,19 +94,21 @@ def test_a_row_of_results_is_a_row_of_the_table():
     assert row == (f"`{names[0]}`", "≥ 0.95 of sgemm", "**0.9 of sgemm**", "90 GF/s", "3 MB", "1.0e-06", "5 %")
 
 
-PARTS = ("backend", "real", "pytorch", "replay", "memory", "live")
+PARTS = ("backend", "real", "pytorch", "replay", "memory", "length", "live")
 KINDS = (
     page.BACKEND_COLUMNS,
     page.BACKEND_COLUMNS,
     page.PYTORCH_COLUMNS,
     page.REPLAY_COLUMNS,
     page.MEMORY_COLUMNS,
+    page.LENGTH_COLUMNS,
+    page.LONG_COLUMNS,
     page.LIVE_COLUMNS,
 )
 
 
 def require_shape(generated: str, kinds: int = len(KINDS)) -> None:
-    """The line about the machine, so many of the six tables in their order, columns in each row as in its header."""
+    """The line about the machine, `kinds` of the tables in their order, columns in each row as in its header."""
     assert re.search(r"^Measured on .*SIMD levels ", generated)
     begun = re.findall(r": \d{4}-\d\d-\d\d, commit [0-9a-f]{12}\+?, load before the start ", generated)
     assert len(begun) == kinds
@@ -144,6 +147,11 @@ def made_up() -> dict:
     selected = {"incremental": 4.0, "as the algorithm reads, some": 40.0}
     timed = {"seconds": 10.0, "processor_seconds": 20.0, "select_seconds": 0.1, "peak_bytes": 2**28}
     replays = [{**vars(replay), **timed} for replay in (replay_times.ALONE, replay_times.ALL)]
+    replays.append({**vars(replay_times.Replay("... and kivi", "h2o,kivi")), **timed, "seconds": 14.0})
+    cheap = {"policy": "local", "seconds": [0.0, 0.0, 0.0, 0.01], "exponent": None}
+    costly = {"policy": "h2o", "seconds": [0.1, 0.4, 1.6, 6.4], "exponent": 2.0}
+    costly |= {"of_five_budgets": 1.01, "of_twice_the_layers": 2.0}
+    long = [{"tokens": 2**20, "policies": "local,snapkv", **timed}]
     wanted: dict[tuple[str, str], dict[str, float]] = {}
     for subject, of_shape, form in goals.PYTORCH:
         wanted.setdefault((subject, of_shape), {}).update({form: 3.0} if form != "best" else {})
@@ -165,6 +173,7 @@ def made_up() -> dict:
         ],
         "replay": replays,
         "memory": {"trace_bytes": 3 * 2**28, "free": replays[0], "limited": replays[1]},
+        "length": {"rows": [cheap, costly], "rejected": ["kvzip"], "long": long},
         "live": {**live, "runs": [{"policy": "h2o", "seconds": 4.0, "recall": 0.5}]},
     }
 
@@ -177,6 +186,19 @@ def test_the_page_of_made_up_measurements():
     assert shown == [["≥ 15 x", "30 x |"], ["≥ 5.5 x", "20 x |"], ["≥ 1.8 x", "20 x |"]]
     assert "| ≥ 4 x | 8 x |" in generated and "| ≥ 500 x | **80 x** |" in generated
     assert "20 s live" in generated and "10 x" in generated
+    assert "| ≤ 0.3 x added | 14 s | 1.4 x | 4.00 s, **0.4 x** |" in generated
+    assert (
+        "| `h2o` | 0.40 s | 6.40 s | 2.00 | 1.01 x | 2.00 x |\n| `local` | < 0.05 s | < 0.05 s |  |  |  |" in generated
+    )
+    assert "| 1,048,576 | `local`, `snapkv` | 10 s | 0.2 GiB |" in generated
+
+
+def test_the_exponent_is_that_of_a_power_above_the_noise():
+    seconds = [1e-7 * n**1.5 for n in length.LENGTHS]
+    assert seconds[1] < length.LEAST < seconds[2]
+    noisy = [0.0, length.LEAST / 2, *seconds[2:]]
+    assert length.exponent(length.LENGTHS, noisy) == pytest.approx(1.5)
+    assert length.exponent(length.LENGTHS, [0.0, 0.0, 0.0, 1.0]) is None
 
 
 def test_what_a_missed_goal_would_take():
@@ -201,6 +223,19 @@ def test_a_goal_that_nothing_was_measured_for_is_an_error():
         page.pytorch_rows(parts["pytorch"][1:], 200.0)
     with pytest.raises(RuntimeError, match="not measured"):
         page.backend_rows(BACKEND, parts["backend"][6:])
+
+
+def test_sections_that_are_not_measured_again_remain():
+    before, memory = "before\n" + page.BEGIN + "machine\n\n", "## Beyond memory\n\nold\n"
+    document = before + "## Whole replays\n\nold\n\n" + memory + page.END + "after\n"
+    changed = page.updated(document, "\n## Whole replays\n\nnew\n\n## Against length\n\nnew\n")
+    lengths = "\n## Against length\n\nnew\n"
+    assert changed == before + "## Whole replays\n\nnew\n\n" + memory + lengths + page.END + "after\n"
+    assert page.updated(changed, "other\n\n## Whole replays\n\nnew\n") == changed.replace("machine", "other")
+    whole = page.page(made_up())
+    assert page.updated((ROOT / "docs" / "performance.md").read_text(), whole).count(whole) == 1
+    alone = {key: value for key, value in made_up().items() if key in ("replay", "begun", "traces")}
+    assert list(page.sections(page.page(alone))) == ["", "Whole replays"]
 
 
 def test_the_page_has_the_tables_that_are_written():

@@ -122,4 +122,12 @@ SELECTION = {"incremental": Goal(4), "as the algorithm reads": Goal(500)}
 
 WHOLE_REPLAY = Goal(most=1.25)  # of h2o alone
 SELECTING = Goal(most=0.02)  # of the run
+EVERY_POLICY = Goal(most=6)  # of h2o alone
+# What one more policy or metric adds to thirteen policies at five budgets, of h2o alone.
+ADDED = {
+    "... and output metrics": Goal(most=0.1),
+    "... and redundancy": Goal(most=0.2),
+    "... and sca": Goal(most=0.25),
+    **{f"... and {name}": Goal(most=0.3) for name in ("kivi", "minicache", "think", "cam", "quest", "finch")},
+}
 BEYOND_MEMORY = Goal(0.70)  # of the rate without a limit

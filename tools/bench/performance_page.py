@@ -8,14 +8,27 @@ from typing import Any
 
 import goals
 from goals import UNITS, Goal, Row
-from replay_times import ALL, ALONE, MEMORY, Replay
+from length import LEAST, LENGTHS
+from replay_times import ALL, ALONE, EVERY, MEMORY, Replay
 
 BEGIN, END = "<!-- tools/bench/run -->\n", "<!-- end -->"
 BACKEND_COLUMNS = ("case", "goal", "measured", "rate", "extra memory", "largest error", "spread")
 PYTORCH_COLUMNS = ("computation", "shape", "form in PyTorch", "PyTorch", "kvreplay", "goal", "measured")
 REPLAY_COLUMNS = ("replay", "command", "goal", "measured", "of h2o alone", "adds", "selecting")
 MEMORY_COLUMNS = ("trace", "command", "without a limit", "with the limit", "goal", "measured", "peak resident")
+LENGTH_COLUMNS = (
+    "policy",
+    f"adds at {LENGTHS[1]:,} tokens",
+    f"at {LENGTHS[-1]:,}",
+    "exponent",
+    "five budgets",
+    "twice the layers",
+)
+LONG_COLUMNS = ("tokens", "policies", "seconds", "peak resident")
 LIVE_COLUMNS = ("policy", "live, one budget", "live, five budgets, extrapolated", "recall, live", "recall, replayed")
+
+TITLES = ("", "The backend against OpenBLAS", "On a real model's layers", "Against PyTorch", "Whole replays")
+TITLES += ("Beyond memory", "Against length", "A million tokens", "Against the policies on a live model")
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -138,22 +151,26 @@ def pytorch_rows(comparisons: list[dict[str, Any]], sgemm: float) -> list[tuple[
 
 def replay_rows(replays: list[dict[str, Any]], trace: str) -> list[tuple[str, ...]]:
     alone, whole = (next(one["seconds"] for one in replays if one["name"] == of.name) for of in (ALONE, ALL))
+    ratios = {ALL.name: goals.WHOLE_REPLAY, EVERY: goals.EVERY_POLICY}
     lines = []
     for replay in replays:
-        is_whole = replay["name"] == ALL.name
-        goal, selecting = (goals.WHOLE_REPLAY, goals.SELECTING) if is_whole else (goals.NONE, goals.NONE)
+        name, seconds = replay["name"], replay["seconds"]
+        ratio, adding = ratios.get(name, goals.NONE), goals.ADDED.get(name, goals.NONE)
+        selecting = goals.SELECTING if name == ALL.name else goals.NONE
         share = replay["select_seconds"] / replay["processor_seconds"]
         command = Replay(*(replay[key] for key in ("name", "policies", "budgets", "metrics"))).command(trace)
-        added = replay["seconds"] - whole
-        adds = f"{added:.2f} s, {added / alone:.2f} x" if replay["name"].startswith("...") else ""
-        wanted = f"{goal.text(' x h2o alone')}, selecting ≤ {100 * goals.SELECTING.most:.0f} %" if is_whole else ""
+        added = seconds - whole
+        adds = f"{added:.2f} s, {verdict(adding, added / alone, ' x')}" if name.startswith("...") else ""
+        wanted = [ratio.text(" x h2o alone"), adding.text(" x added")]
+        if name == ALL.name:
+            wanted.append(f"selecting ≤ {100 * selecting.most:.0f} %")
         lines.append(
             (
-                replay["name"],
+                name,
                 f"`{command}`",
-                wanted,
-                number(replay["seconds"], " s"),
-                verdict(goal, replay["seconds"] / alone, " x"),
+                ", ".join(filter(None, wanted)),
+                number(seconds, " s"),
+                verdict(ratio, seconds / alone, " x"),
                 adds,
                 f"{100 * share:.1f} %" if selecting.met(share) else f"**{100 * share:.1f} %**",
             )
@@ -176,6 +193,37 @@ def memory_rows(memory: dict[str, Any]) -> list[tuple[str, ...]]:
             peaks,
         )
     ]
+
+
+def length_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A line for each policy, the most expensive first; ratios and exponents of what is above the noise."""
+
+    def ratio(value: float | None, unit: str = "") -> str:
+        return "" if value is None else f"{value:.2f}{unit}"
+
+    def seconds(value: float) -> str:
+        return f"{value:.2f} s" if value >= LEAST else f"< {LEAST} s"
+
+    return [
+        (
+            f"`{row['policy']}`",
+            seconds(row["seconds"][1]),
+            seconds(row["seconds"][-1]),
+            ratio(row["exponent"]),
+            ratio(row.get("of_five_budgets"), " x"),
+            ratio(row.get("of_twice_the_layers"), " x"),
+        )
+        for row in sorted(rows, key=lambda row: -row["seconds"][-1])
+    ]
+
+
+def long_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    lines = []
+    for run in runs:
+        policies = ", ".join(f"`{policy}`" for policy in run["policies"].split(","))
+        peak = f"{run['peak_bytes'] / 2**30:.1f} GiB"
+        lines.append((f"{run['tokens']:,}", policies, number(run["seconds"], " s"), peak))
+    return lines
 
 
 def live_rows(live: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -208,15 +256,16 @@ def live_sentence(live: dict[str, Any]) -> str:
 
 
 def page(parts: dict[str, Any]) -> str:
-    """The tables of what tools/bench/run has measured."""
-    machine = parts["machine"]
+    """The tables of what tools/bench/run has measured: a line on the machine, and a section for each part."""
     layers = ",".join(str(layer) for layer in goals.REAL_LAYERS)
     on_layers = f"`kvreplay_bench --trace FILE --layers {layers} --benchmark_filter=CASE`"
-    text = (
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory']}; "
-        f"{machine['compiler']}, Release; {machine['blas']}; PyTorch {machine['torch']}; SIMD levels "
-        f"{', '.join(machine['levels'])}. Numbers in bold miss their goal.\n"
-    )
+    text = ""
+    if machine := parts.get("machine"):
+        text = (
+            f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory']}; "
+            f"{machine['compiler']}, Release; {machine['blas']}; PyTorch {machine['torch']}; SIMD levels "
+            f"{', '.join(machine['levels'])}. Numbers in bold miss their goal.\n"
+        )
 
     def section(part: str, title: str, command: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
         begun = parts["begun"][part]
@@ -229,7 +278,7 @@ def page(parts: dict[str, Any]) -> str:
     if found := parts.get("real"):
         rows = backend_rows(real_rows(parts["traces"]), found)
         text += section("real", "On a real model's layers", on_layers, BACKEND_COLUMNS, rows)
-    if found := parts.get("pytorch"):
+    if (found := parts.get("pytorch")) and "backend" in parts:
         rows = pytorch_rows(found, sgemm_rate(parts["backend"]))
         text += section("pytorch", "Against PyTorch", "`tools/bench/run pytorch`", PYTORCH_COLUMNS, rows)
     if found := parts.get("replay"):
@@ -237,6 +286,12 @@ def page(parts: dict[str, Any]) -> str:
         text += section("replay", "Whole replays", "`tools/bench/run replay`", REPLAY_COLUMNS, rows)
     if found := parts.get("memory"):
         text += section("memory", "Beyond memory", "`tools/bench/run memory`", MEMORY_COLUMNS, memory_rows(found))
+    if found := parts.get("length"):
+        rows = length_rows(found["rows"])
+        text += section("length", "Against length", "`tools/bench/run length`", LENGTH_COLUMNS, rows)
+        text += f"\nNot measured, as they reject the trace: {', '.join(f'`{name}`' for name in found['rejected'])}.\n"
+        rows = long_rows(found["long"])
+        text += section("length", "A million tokens", "`tools/bench/run length`", LONG_COLUMNS, rows)
     if found := parts.get("live"):
         title = "Against the policies on a live model"
         text += section("live", title, "`tools/bench/run live`", LIVE_COLUMNS, live_rows(found))
@@ -253,6 +308,19 @@ def real_rows(traces: dict[str, str]) -> list[Row]:
             data = data.replace("{" + tokens + "}", name)
         rows.append(Row(data, row.figure, row.goal, row.level, row.threads))
     return rows
+
+
+def sections(generated: str) -> dict[str, str]:
+    """By title, in order; "" is what comes before the first."""
+    head, *others = re.split(r"^## ", generated, flags=re.MULTILINE)
+    return {"": head} | {text.split("\n", 1)[0]: f"## {text}" for text in others}
+
+
+def updated(document: str, generated: str) -> str:
+    """The document with new sections; those that were not measured again remain."""
+    old, new = sections(document.split(BEGIN)[1].split(END)[0]), sections(generated)
+    found = old | {title: text for title, text in new.items() if text.strip()}
+    return replaced(document, "\n".join(found[title].rstrip("\n") + "\n" for title in TITLES if title in found))
 
 
 def replaced(document: str, generated: str, begin: str = BEGIN) -> str:

@@ -23,11 +23,11 @@ class Replay:
     name: str
     policies: str = POLICIES
     budgets: str = BUDGETS
-    metrics: str = METRICS
+    metrics: str = METRICS  # none: the default ones
 
     def command(self, trace: str) -> str:
-        asked = f"-p {self.policies} -b {self.budgets} --metrics {self.metrics}"
-        return f"kvreplay replay {trace} {asked} --observables ignore"
+        metrics = f" --metrics {self.metrics}" if self.metrics else ""
+        return f"kvreplay replay {trace} -p {self.policies} -b {self.budgets}{metrics} --observables ignore"
 
 
 ALONE = Replay("h2o alone at one budget (with full, random and oracle, as in every run)", "h2o", "0.1")
@@ -37,8 +37,20 @@ ADDITIONS = [
     Replay("... and redundancy", metrics=f"{METRICS},redundancy_key,redundancy_value"),
     Replay("... and pyramid-infer", f"{POLICIES},pyramid-infer"),
     Replay("... and sca", f"{POLICIES},sca"),
-    Replay("... and kivi", f"{POLICIES},kivi"),
+    *(
+        Replay(f"... and {name}", f"{POLICIES},{name}")
+        for name in ("kivi", "minicache", "think", "cam", "quest", "finch")
+    ),
 ]
+
+
+EVERY = "every policy at five budgets, default metrics"
+# Policies without a default, as they are measured.
+GIVEN = {
+    "critical-kv": "critical-kv:wo=none",
+    "dms": "dms:base=(knorm),threshold=-20",
+    "random-twin": "random-twin:of=(snapkv)",
+}
 
 
 @dataclass(frozen=True)
@@ -88,12 +100,25 @@ def in_turns(program: Path, trace: Path, folder: Path, runs: list[tuple[Replay, 
     ]
 
 
+def every_policy(program: Path, trace: Path) -> tuple[list[str], list[str]]:
+    """Policies of the registry that replay the trace, as they are measured, and names of those that do not."""
+    names = subprocess.run([program, "policies", "--names"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    fits, others = [], []
+    for name in names.split():
+        policy = GIVEN.get(name, name)
+        asked = [program, "replay", trace, "-p", policy, "-b", "0.1", "--dry-run", "-o", trace.parent / "replayed"]
+        answer = subprocess.run(asked, capture_output=True)
+        (others if answer.returncode else fits).append(name if answer.returncode else policy)
+    return fits, others
+
+
 def measure(program: Path, trace: Path, folder: Path, quick: bool) -> list[dict]:
     def times(replays: list[Replay], turns: int) -> list[dict]:
         return in_turns(program, trace, folder, [(replay, []) for replay in replays], 1 if quick else turns)
 
     # What has a goal is measured more often: single runs on a shared machine differ by a third.
-    return times([ALONE, ALL], 7) + times(ADDITIONS, 2)
+    every = Replay(EVERY, ",".join(every_policy(program, trace)[0]), metrics="")
+    return times([ALONE, ALL], 7) + times(ADDITIONS, 2) + times([every], 1)
 
 
 MEMORY = 256  # MB
