@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -35,6 +36,31 @@ def test_a_run_in_memory_has_the_rows_of_the_folder(small: Path, written: Path) 
         assert (rows.xs("attention_recall", level="metric")["half_width"] > 0).all()
         assert rows.xs("jaccard_adjacent", level="metric")["half_width"].isna().all()
         assert "ESTIMATE from 6 of 12 eval queries" in one.table() and " ± " in one.table()
+
+
+def sampled_units(seed: int, name: str) -> tuple[int, ...]:
+    """Eval queries of 44, in pairs. They attend equally to all tokens: (6 + i) / (21 + i) is the recall at i."""
+    numbers = np.random.default_rng(seed).standard_normal((1, 1, 64, 8)).astype(np.float32)
+    trace = kv.from_arrays(np.zeros_like(numbers), numbers, numbers, prompt=20, name=name)
+    run = kv.replay(trace, "local", 5, sample="queries=8", **OPTIONS)
+    with h5py.File(run.folder / "cells" / f"{name}.h5") as file:
+        [cell] = file["by_query"].values()
+        recall = cell["numbers"][0]
+    units = np.rint((21 * recall - 6) / (1 - recall)).astype(int)
+    np.testing.assert_allclose(recall, (6 + units) / (21 + units), rtol=1e-6)
+    return tuple(units)
+
+
+def test_pairs_are_of_one_stratum_of_the_ring() -> None:
+    """docs/sampling.md: two of each of four parts of the ring, which is cut at some place."""
+    units = np.array(sampled_units(0, "one"))
+    places = np.where(units % 2 == 0, units // 2, 43 - units // 2)
+    of_cuts = (places - np.arange(44)[:, None]) % 44 // 11
+    assert (of_cuts == [0, 0, 1, 1, 2, 2, 3, 3]).all(axis=1).any(), units
+
+
+def test_samples_differ_between_traces_and_not_between_runs() -> None:
+    assert sampled_units(0, "one") == sampled_units(0, "two") != sampled_units(1, "one")
 
 
 def test_exact_runs_have_no_columns_of_samples(small: Path) -> None:

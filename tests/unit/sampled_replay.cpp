@@ -247,6 +247,20 @@ TEST(Precision, OrderIsSettledWhereAllPairsDiffer) {
   EXPECT_FALSE(settled({one})) << "nothing is ordered";
 }
 
+TEST(Precision, OrderOfMorePoliciesNeedsWiderIntervals) {
+  const std::vector<double> zero(2000, 0.0), noisy = noise(0, 1, 1), sample = drawn(noisy, 64, 3);
+  const double distance = 1.1 * error_of_pairs(sample, 2000).half_width(0.05 / 3) - mean_of(sample);
+  const auto settled = [&](int policies) {  // those beyond the second are far away, without noise
+    std::vector<std::vector<double>> all{zero, noisy};
+    for (double& value : all.back()) value += distance;
+    for (int i = 2; i < policies; ++i) all.emplace_back(2000, 100.0 * i);
+    const SampledCells some(all, 64, 3);
+    return Precision{1e-9}.is_order_settled(some.pointers, some.trace);
+  };
+  EXPECT_TRUE(settled(2));
+  EXPECT_FALSE(settled(6)) << "15 pairs";
+}
+
 TEST(Precision, GrowingSamplesCoverTheExactValue) {
   const std::vector<std::vector<double>> populations{noise(0.5, 0.2, 1), noise(0.6, 0.3, 2), noise(0.6, 0.3, 3)};
   const Precision precision{0.01};
