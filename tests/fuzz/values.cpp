@@ -16,7 +16,7 @@ namespace {
 void read_budget(const std::string& text) {
   const Budget budget = Budget::parse(text);
   for (const int prompt : {1, 20, 4096, INT32_MAX}) {
-    const int tokens = budget.tokens(prompt, 1024);
+    const int tokens = budget.tokens(prompt, [](int kept) { return 1024.0 * kept; });
     require(tokens >= (budget.bytes > 0 ? 0 : 1), text + " leaves no token");
     require(tokens <= prompt || budget.count > 0, text + " keeps more than there is");
   }
