@@ -37,7 +37,7 @@ Precision Precision::parse(std::string_view text) {
   if (!(precision.half_width > 0) || !std::isfinite(precision.half_width))
     throw Error{Refusal::usage, where, "out of range", "a half width above 0, as 0.005", std::string(text)};
   if (colon == text.size()) return precision;
-  const std::vector<MetricName> names = parse_metrics(text.substr(colon + 1));
+  const std::vector<MetricName> names = parse_replayed_metrics(where, text.substr(colon + 1));
   if (names.size() != 1)
     throw Error{Refusal::usage, where, "not one metric", "P:NAME:VARIANT, as 0.02:output_error:pooled",
                 std::string(text)};

@@ -200,6 +200,15 @@ std::vector<MetricName> parse_metrics(std::string_view text) {
   return names;
 }
 
+std::vector<MetricName> parse_replayed_metrics(const std::string& where, std::string_view text) {
+  std::vector<MetricName> names = parse_metrics(text);
+  for (const MetricName& name : names)
+    if (is_live(name))
+      throw Error{Refusal::usage, where, name.text() + " is measured in the live model",
+                  "metrics of a replay; run kvreplay live RUN --model MODEL after it"};
+  return names;
+}
+
 std::vector<MetricName> metrics_of_trace(std::span<const MetricName> asked, std::span<const Span> spans, int boundary) {
   std::set<MetricName> names;
   const auto add = [&](const MetricName& name) {

@@ -1,12 +1,15 @@
-// Values of the command line: budgets, metrics, detail, structures, boundaries and queries of a trace, numbers, lists.
+// Values of the command line: budgets, metrics, precision, samples, detail, structures, boundaries and queries of a
+// trace, numbers, lists.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include "analysis/metrics/metric.h"
+#include "analysis/precision.h"
 #include "analysis/results.h"
 #include "parameters.h"
 #include "policies/text/configured.h"
 #include "policies/text/structure.h"
 #include "replay/replay.h"
+#include "replay/sample.h"
 #include "small_trace.h"
 #include "survival.h"
 
@@ -34,8 +37,12 @@ void read_boundary(const Trace& trace, const std::string& text) {
 
 void read_metrics(const Trace& trace, const std::string& text) {
   for (const MetricName& name : parse_metrics(text)) find_variant(name);
-  metrics_of_trace(parse_metrics(text), trace.header().spans, trace.header().prefill);
+  metrics_of_trace(parse_replayed_metrics("--metrics", text), trace.header().spans, trace.header().prefill);
 }
+
+void read_precision(const std::string& text) { require(Precision::parse(text).half_width > 0, text); }
+
+void read_sample(const std::string& text) { require(SampleSizes::parse(text).queries >= 0, text); }
 
 void read_amount(const std::string& text) {
   const Amount amount = Amount::parse("amount", text);
@@ -50,7 +57,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace kvreplay;
   static const SmallTrace small;
   FuzzedDataProvider bytes(data, size);
-  const int kind = bytes.ConsumeIntegralInRange(0, 9);
+  const int kind = bytes.ConsumeIntegralInRange(0, 11);
   const std::string text = bytes.ConsumeRemainingBytesAsString();
   survives([&] {
     switch (kind) {
@@ -76,6 +83,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       case 8:
         split_list("list", text);
         return;
+      case 9:
+        return read_precision(text);
+      case 10:
+        return read_sample(text);
       default:
         parse_detail(text);
     }

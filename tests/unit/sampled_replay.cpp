@@ -219,6 +219,9 @@ TEST(Precision, IsReadFromText) {
   EXPECT_EQ(refused("0.1:kept_tokens"),
             "2 --precision: kept_tokens does not depend on the eval queries: expected a metric of eval queries, as "
             "attention_recall");
+  EXPECT_EQ(refused("0.1:kld:unknown"),
+            "2 --precision: kld:unknown is measured in the live model: expected metrics of a replay; run kvreplay live "
+            "RUN --model MODEL after it");
   EXPECT_EQ(refused("0.1:attention_recall:worst"),
             "2 --precision: attention_recall:worst is a percentile over all eval queries: expected a metric of eval "
             "queries, as attention_recall");

@@ -132,12 +132,7 @@ std::map<std::string, std::string> build_facts(const std::string& backend_descri
 
 std::vector<MetricName> asked_metrics(const Arguments& arguments) {
   for (const GivenValue& value : arguments.values("metrics"))
-    at_place(value, [&] {
-      for (const MetricName& name : parse_metrics(value.text))
-        if (is_live(name))
-          throw Error{Refusal::usage, "--metrics", name.text() + " is measured in the live model",
-                      "metrics of a replay; run kvreplay live RUN --model MODEL after it"};
-    });
+    at_place(value, [&] { parse_replayed_metrics("--metrics", value.text); });
   return parse_metrics(fmt::format("{}", fmt::join(arguments.all("metrics"), ",")));
 }
 

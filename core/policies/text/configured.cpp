@@ -512,9 +512,9 @@ std::string Budget::of_compression_ratio(std::string_view text) {
 
 int Budget::tokens(int prompt, const BytesOfTokens& bytes_of) const {
   if (bytes > 0) {
-    const auto counts = std::views::iota(1, prompt + 1);
-    const auto fits = [&](int kept) { return bytes_of(kept) <= bytes; };
-    return static_cast<int>(std::ranges::partition_point(counts, fits) - counts.begin());
+    const auto fewer = std::views::iota(0, prompt);
+    const auto fits_one_more = [&](int kept) { return bytes_of(kept + 1) <= bytes; };
+    return static_cast<int>(std::ranges::partition_point(fewer, fits_one_more) - fewer.begin());
   }
   return (count > 0 ? Amount::tokens(count) : Amount::fraction(fraction)).of_prompt(prompt);
 }
