@@ -34,7 +34,7 @@ def loaded(name: str) -> transformers.PreTrainedModel:
 
 
 def predicted(press: kvpress.BasePress | None, model: torch.nn.Module, ids: torch.Tensor) -> tuple:
-    """Logits [QUESTION + DECODED, V] after the press, the keys [L] of [Hkv,n,d], and whether a slot is masked."""
+    """Logits [QUESTION + DECODED, V] after the press; keys and values [L] of [Hkv,n,d]; whether a slot is masked."""
     prompt = ids.shape[1] - QUESTION - DECODED
     cache = transformers.DynamicCache()
     modules = [layer.self_attn for layer in model.model.layers]
@@ -44,7 +44,7 @@ def predicted(press: kvpress.BasePress | None, model: torch.nn.Module, ids: torc
         else:
             with press(model):
                 model.model(input_ids=ids[:, :prompt], past_key_values=cache)
-        keys = [layer.keys[0].clone() for layer in cache.layers]
+        keys, values = ([getattr(layer, of)[0].clone() for layer in cache.layers] for of in ("keys", "values"))
         masked = [torch.zeros(one.shape[:2], dtype=torch.bool) for one in keys]
         for rows, module in zip(masked, modules, strict=True):
             if (indices := getattr(module, "masked_key_indices", None)) is not None:
@@ -56,17 +56,23 @@ def predicted(press: kvpress.BasePress | None, model: torch.nn.Module, ids: torc
                 input_ids=ids[:, prompt + begin : prompt + end], past_key_values=cache, position_ids=positions
             )
             logits.append(output.logits[0])
-    return torch.cat(logits).numpy(), keys, masked
+    return torch.cat(logits).numpy(), keys, values, masked
 
 
-def kept_of(keys: list[torch.Tensor], masked: list[torch.Tensor], every: list[torch.Tensor]) -> np.ndarray:
-    """Which of the prompt's tokens [L,Hkv,P] have the nearest keys: those of eager attention differ by rounding."""
+def by_token(
+    keys: list[torch.Tensor], values: list[torch.Tensor], masked: list[torch.Tensor], every: list[torch.Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the prompt's tokens [L,Hkv,P] have the nearest keys: those of eager attention differ by rounding; and
+    their values [L,Hkv,P,d]."""
     kept = np.zeros((len(every), *every[0].shape[:2]), dtype=bool)
+    stored = np.zeros((*kept.shape, values[0].shape[-1]), dtype=np.float32)
     for layer, (rows, all_rows) in enumerate(zip(keys, every, strict=True)):
         nearest = torch.cdist(rows, all_rows).argmin(-1)
         for head, places in enumerate(nearest):
-            kept[layer, head, places[~masked[layer][head]].numpy()] = True
-    return kept
+            there = ~masked[layer][head]
+            kept[layer, head, places[there].numpy()] = True
+            stored[layer, head, places[there].numpy()] = values[layer][head][there].numpy()
+    return kept, stored
 
 
 def main(name: str, file: Path) -> None:
@@ -77,17 +83,19 @@ def main(name: str, file: Path) -> None:
     ids = torch.randperm(model.config.vocab_size)[: PRESS_TOKENS + QUESTION + DECODED][None]
     model.set_attn_implementation("sdpa")
     found: dict[str, np.ndarray] = {}
-    found["full"], every, _ = predicted(None, model, ids)
+    found["full"], every, _, _ = predicted(None, model, ids)
     for case in PRESS_CASES:
         for ratio in PRESS_RATIOS:
             theirs = eval(case.press, {**vars(kvpress), "R": ratio})
+            values = {}
             for whose, press in (("theirs", theirs), ("ours", ReplayPress(case.policy, ratio))):
                 # ObservedAttentionPress reads the attention weights that eager attention computes.
                 eager = "Observed" in case.press and whose == "theirs"
                 model.set_attn_implementation("eager" if eager else "sdpa")
-                logits, keys, masked = predicted(press, model, ids)
-                found[f"{case.press} {ratio} {whose}"] = logits
-                found[f"{case.press} {ratio} {whose} kept"] = kept_of(keys, masked, every)
+                found[f"{case.press} {ratio} {whose}"], *cache = predicted(press, model, ids)
+                found[f"{case.press} {ratio} {whose} kept"], values[whose] = by_token(*cache, every)
+            apart = np.abs(values["theirs"] - values["ours"]).max(-1) / np.abs(values["theirs"]).max()
+            found[f"{case.press} {ratio} values apart"] = apart
     np.savez(file, **found)
 
 
