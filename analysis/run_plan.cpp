@@ -383,7 +383,7 @@ void check_hashes(const std::vector<TraceWork>& works) {
 void check_spans(const RunRequest& request, const std::vector<TraceWork>& works) {
   for (const MetricName& name : request.metrics) {
     const std::size_t dot = name.variant.rfind('.');
-    if (!is_of_span(name) || dot == std::string::npos) continue;
+    if (!is_of_span(name) || dot == std::string::npos || !why_not_estimated(request, name).empty()) continue;
     const auto has = [&](const TraceWork& work) {
       return std::ranges::any_of(
           work.cells, [&](const CellWork& cell) { return std::ranges::find(cell.wanted, name) != cell.wanted.end(); });

@@ -105,6 +105,7 @@ std::string why_no_sample_of_heads(const Measure& measure) {
 }
 
 std::string why_no_sample_of_layers(const Measure& measure) {
+  if (std::holds_alternative<OfSpan>(measure)) return "differs in few layers, which a sample can miss";
   const bool combines = std::holds_alternative<OfCell>(measure) || std::holds_alternative<OfSpanInAllLayers>(measure);
   return combines ? "combines the kept sets of all layers" : "";
 }

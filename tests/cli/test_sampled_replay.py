@@ -329,6 +329,31 @@ def test_metrics_that_a_sample_does_not_estimate_are_named(traces: Path, tmp_pat
     assert (answer.code, answer.err) == (0, f"kvreplay: not estimated from a sample: {names}\n")
 
 
+def test_spans_are_not_estimated_from_some_layers(tmp_path: Path) -> None:
+    words = [
+        "replay",
+        Path(__file__).parents[2] / "traces" / "smollm2-135m-needle.h5",
+        "-p",
+        "snapkv",
+        "-b",
+        "0.1",
+        "--controls",
+        "none",
+        "--sample",
+        "layers=6",
+        "-o",
+        "out",
+    ]
+    answer = kvreplay(*words, "--metrics", "attention_recall,span_recall:needle.mean", folder=tmp_path)
+    assert (answer.code, answer.err) == (0, "kvreplay: not estimated from a sample: span_recall:needle.mean\n")
+    assert "span_recall" not in (tmp_path / "out" / "results.csv").read_text()
+    answer = kvreplay(*words, "--metrics", "span_recall:needle.mean", "--force", folder=tmp_path)
+    said = (
+        "kvreplay: span_recall:needle.mean: differs in few layers, which a sample can miss: expected a replay without"
+    )
+    assert (answer.code, answer.err) == (2, f"{said} --sample\n")
+
+
 def test_exact_and_sampled_traces_are_merged(traces: Path, tmp_path: Path) -> None:
     done("replay", traces / "long.h5", *POLICIES, *SAMPLE, "-o", "sampled", folder=tmp_path)
     done("replay", traces / "fixture.h5", "-p", "h2o", "-b", "6", "-o", "exact", folder=tmp_path)
