@@ -398,17 +398,17 @@ bool TableRows::may_be_best(const PolicyRow& row) const {
 const PolicyRow* TableRows::best(const TableColumn& column, std::span<const PolicyRow> rows) const {
   const PolicyRow* best_row = nullptr;
   double best = undefined;
-  int compared = 0;
+  std::set<std::string> texts;  // equal ones have no best
   for (const PolicyRow& row : rows) {
     const double mean = value(row, column).mean;
     if (!is_compared(row) || !std::isfinite(mean)) continue;
-    ++compared;
+    texts.insert(column.text(mean));
     if (!may_be_best(row) || (best_row != nullptr && !(column.better == Better::higher ? mean > best : mean < best)))
       continue;
     best_row = &row;
     best = mean;
   }
-  return column.better == Better::neither || compared < 2 ? nullptr : best_row;
+  return column.better == Better::neither || texts.size() < 2 ? nullptr : best_row;
 }
 
 std::vector<GridCell> TableRows::cells(const TableColumn& column, std::span<const PolicyRow> rows) const {
@@ -420,7 +420,9 @@ std::vector<GridCell> TableRows::cells(const TableColumn& column, std::span<cons
     cell.text = column.text(cell.value.mean);
     if (!column.has_interval) cell.value.half_width = undefined;
     if (std::isfinite(cell.value.half_width)) cell.text += " ± " + column.text(cell.value.half_width);
-    cell.is_best = best_row != nullptr && may_be_best(row) && cell.value.mean == value(*best_row, column).mean;
+    // As printed: what looks equal to the best is marked, too.
+    cell.is_best = best_row != nullptr && may_be_best(row) &&
+                   column.text(cell.value.mean) == column.text(value(*best_row, column).mean);
   }
   return cells;
 }

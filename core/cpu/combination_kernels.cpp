@@ -43,7 +43,8 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
 }
 
 template <int Lists>
-void combine_lists(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out) {
+void combine_lists(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out,
+                   std::ptrdiff_t out_stride) {
   const hn::ScalableTag<double> tag;
   const int lanes = static_cast<int>(hn::Lanes(tag));
   int i = 0;
@@ -59,19 +60,19 @@ void combine_lists(const double* weights, int count, const double* rows, std::pt
       }
     }
     for (int list = 0; list < Lists; ++list) {
-      hn::StoreU(first[list], tag, out + list * std::ptrdiff_t{n} + i);
-      hn::StoreU(second[list], tag, out + list * std::ptrdiff_t{n} + i + lanes);
+      hn::StoreU(first[list], tag, out + list * out_stride + i);
+      hn::StoreU(second[list], tag, out + list * out_stride + i + lanes);
     }
   }
   for (int list = 0; list < Lists; ++list)
-    combine(weights + list * count, count, rows + i, stride, n - i, out + list * std::ptrdiff_t{n} + i);
+    combine(weights + list * count, count, rows + i, stride, n - i, out + list * out_stride + i);
 }
 
 void combine_all_lists(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride, int n,
-                       double* out) {
-  for (; lists >= 4; lists -= 4, weights += 4 * count, out += 4 * std::ptrdiff_t{n})
-    combine_lists<4>(weights, count, rows, stride, n, out);
-  for (; lists > 0; --lists, weights += count, out += n) combine(weights, count, rows, stride, n, out);
+                       double* out, std::ptrdiff_t out_stride) {
+  for (; lists >= 4; lists -= 4, weights += 4 * count, out += 4 * out_stride)
+    combine_lists<4>(weights, count, rows, stride, n, out, out_stride);
+  for (; lists > 0; --lists, weights += count, out += out_stride) combine(weights, count, rows, stride, n, out);
 }
 
 }  // namespace

@@ -9,9 +9,10 @@ namespace kvreplay {
 /// order of c: the bits do not depend on the SIMD level.
 struct CombinationKernels {
   void (*doubles)(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out);
-  /// The same of several lists of weights, [lists, count] to [lists, n]: each row is read once for four of them.
+  /// The same of several lists of weights, [lists, count]; list l to out + l · out_stride. Each row is read once for
+  /// four of them.
   void (*lists_of_doubles)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride,
-                           int n, double* out);
+                           int n, double* out, std::ptrdiff_t out_stride);
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);
 };
 

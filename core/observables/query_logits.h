@@ -2,6 +2,7 @@
 // attention, which a backend computes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -14,6 +15,9 @@ namespace kvreplay {
 /// Of the query heads that read one KV head. The view must outlive it.
 class QueryLogits {
  public:
+  /// Queries for which of_each() reads the keys from memory once, at most.
+  static constexpr std::size_t at_once = 16;
+
   QueryLogits(const LayerView& view, int kv_head);
 
   /// z(t,j) of the query at position t for the first logits.size() resident tokens, under the softcap; -infinity for

@@ -224,7 +224,11 @@ def test_a_hub_that_does_not_answer_and_an_empty_prompt_are_refused_before_torch
     model_folder: Folder, tmp_path: Path
 ) -> None:
     for model, prompt, expected in (
-        ("maker/none", "text", "--model: maker/none: expected a model in the cache or on the hub, found "),
+        (
+            "maker/none",
+            "text",
+            "--model: maker/none: expected a file, a folder, or a model in the cache or on the hub, found ",
+        ),
         (model_folder("llama"), "", "prompt: prompt: expected at least one token, found an empty text"),
     ):
         arguments = ["--model", str(model), "--prompt", prompt, "-o", str(tmp_path / "t.h5")]

@@ -209,10 +209,21 @@ def test_skill_stands_beside_recall_and_what_does_not_beat_its_twin_is_never_bes
     assert {cell["label"] for _, _, cell in cells_of(named)} == {"snapkv", "random-twin:of=(snapkv)"}
 
 
+def marks(values: dict[str, float], failing: str = "") -> list[bool]:
+    lines = [
+        table.Line(name, "asked", "kv", {("attention_recall", ""): value}, fails_twin=name == failing)
+        for name, value in values.items()
+    ]
+    return [best for [[_, _, best]] in table.texts([table.COLUMNS[3]], lines, {"attention_recall": "higher"})]
+
+
 def test_of_equal_values_that_of_a_policy_that_does_not_beat_its_twin_is_not_marked():
-    lines = [table.Line(name, "asked", "kv", {("attention_recall", ""): 0.5}, fails_twin=name == "b") for name in "ab"]
-    marks = [best for [[_, _, best]] in table.texts([table.COLUMNS[3]], lines, {"attention_recall": "higher"})]
-    assert marks == [True, False]
+    assert marks({"a": 0.5, "b": 0.5, "c": 0.4}, failing="b") == [True, False, False]
+
+
+def test_what_looks_equal_is_marked_alike():
+    assert marks({"a": 0.7404, "b": 0.7401, "c": 0.739}) == [True, True, False]
+    assert marks({"a": 0.7404, "b": 0.7401}) == [False, False]
 
 
 def test_durations_have_the_unit_that_suits():

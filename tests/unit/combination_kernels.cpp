@@ -51,16 +51,19 @@ TEST(Combinations, OfSeveralListsAreThoseOfEach) {
     const CombinationKernels& kernels = combination_kernels();
     for (const int n : {1, 15, 16, 31, 100})
       for (const int lists : {1, 3, 4, 6, 9}) {
-        constexpr int count = 7;
+        constexpr int count = 7, between = 2;  // numbers between the sums of two lists
         const auto weights = numbers<double>(static_cast<std::size_t>(lists * count), 3);
         const auto rows = numbers<double>(static_cast<std::size_t>(count * n), 4);
-        std::vector<double> found(static_cast<std::size_t>(lists * n)), alone(static_cast<std::size_t>(n));
-        kernels.lists_of_doubles(weights.data(), lists, count, rows.data(), n, n, found.data());
+        std::vector<double> found(static_cast<std::size_t>(lists * (n + between)), 1e300);
+        std::vector<double> alone(static_cast<std::size_t>(n));
+        kernels.lists_of_doubles(weights.data(), lists, count, rows.data(), n, n, found.data(), n + between);
         for (int list = 0; list < lists; ++list) {
           kernels.doubles(weights.data() + list * count, count, rows.data(), n, n, alone.data());
           for (int i = 0; i < n; ++i)
-            ASSERT_EQ(found[static_cast<std::size_t>(list * n + i)], alone[static_cast<std::size_t>(i)])
+            ASSERT_EQ(found[static_cast<std::size_t>(list * (n + between) + i)], alone[static_cast<std::size_t>(i)])
                 << level << ", list " << list << " of " << lists << ", n = " << n;
+          for (int i = n; i < n + between; ++i)
+            ASSERT_EQ(found[static_cast<std::size_t>(list * (n + between) + i)], 1e300) << "nothing is written between";
         }
       }
   });

@@ -321,7 +321,10 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     begin = time.monotonic()
     model, tokenizer = load(model_choices, check_tokenizer)
     hides_notes = arguments.progress == "never"
-    say_notes("capture", [f"loaded in {duration(time.monotonic() - begin)}"], hides_notes)
+    notes = [f"loaded in {duration(time.monotonic() - begin)}"]
+    if getattr(tokenizer, "chat_template", None) and not arguments.chat and not all(one.messages for one in prompts):
+        notes.append("the model has a chat template: --chat applies it; without it the model may not answer")
+    say_notes("capture", notes, hides_notes)
     choices = Choices(**members(Choices, arguments) | {
         "name": arguments.name or source.title, "continuation": continuation, "spans": spans,
         "source_hash": source.hash(), "reconstruct_at": arguments.reconstruct_at or "prompt",

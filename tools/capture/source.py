@@ -67,7 +67,10 @@ class Source:
             HfApi().model_info(self.location, revision=self.options.get("revision"), timeout=HUB_SECONDS)
         except Exception as error:  # of the hub or of any layer of the network
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise Error("--model", self.name, "a model in the cache or on the hub", reason) from error
+            found = f"no such file or folder here, and of the hub: {reason}"
+            raise Error(
+                "--model", self.name, "a file, a folder, or a model in the cache or on the hub", found
+            ) from error
 
     def _file(self, name: str) -> Path | None:
         """A file of the model, if it is on this machine."""

@@ -25,10 +25,7 @@ void ProgressLine::show(double share, std::string_view what) {
   next_ = now + (terminal_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(5000));
   const double seconds = std::chrono::duration<double>(now - start_).count();
   std::string line = fmt::format("{:3.0f} %  {}", 100.0 * share, what);
-  if (share > 0.0 && seconds > 0.0) {
-    line += fmt::format("  {:.2g} %/s", 100.0 * share / seconds);
-    if (share < 1.0) line += fmt::format("  {} left", duration_text(seconds * (1.0 - share) / share));
-  }
+  if (share > 0.0 && share < 1.0) line += fmt::format("  {} left", duration_text(seconds * (1.0 - share) / share));
   say("{}{}{}", terminal_ ? "\r" : "", line, terminal_ ? "\x1b[K" : "\n");
   std::fflush(stderr);
   drawn_ = true;

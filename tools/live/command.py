@@ -165,9 +165,23 @@ def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, a
 
 def _print_tables(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
     """Prints the table of each run, with offline and live numbers of the chosen cells, and a further command."""
+    from kvreplay.live.measure import say
+
     for run in runs:
+        if note := _unanswered(run):
+            say(note)
         print(run.table(split_policies(arguments.policies), arguments.budgets, arguments.trace), end="")
     print(f"{'':11}kvreplay predict {' '.join(shlex.quote(str(run.folder)) for run in runs)}")
+
+
+def _unanswered(run: Run) -> str:
+    """Whether the full cache gives no answer at all, so that answers say nothing about policies."""
+    live = run.live
+    answers = live[(live["metric"] == "contains") & (live["policy"] == "full")]
+    if answers.empty or answers["value"].any():
+        return ""
+    return (f"{run.folder}: the full cache gives no answer to {answers['trace'].nunique()} prompts: live.answer does "
+            "not compare policies; an instruction model may need capture --chat")  # fmt: skip
 
 
 def _traces(run: Run, asked: Sequence[str]) -> list[str]:

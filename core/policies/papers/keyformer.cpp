@@ -69,7 +69,7 @@ struct Keyformer {
   }
 
   void accumulate(const LayerView& view, const QueryLogits& logits, int head, std::span<double> sums) const {
-    constexpr std::size_t at_once = 4;
+    constexpr std::size_t at_once = QueryLogits::at_once;
     const std::span<const std::int32_t> positions = view.positions(head / view.group()).numbers();
     const std::vector<std::int32_t> queries = view.last_queries(view.residents().seen);
     std::vector<double> rows(at_once * sums.size()), noise(sums.size());

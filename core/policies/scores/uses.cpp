@@ -18,7 +18,7 @@ namespace {
 void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std::span<const std::int32_t> queries,
               std::span<double> counts, std::span<double> last) {
   constexpr double above_uniform = 1.0 + 1e-6;
-  constexpr std::size_t at_once = 4;
+  constexpr std::size_t at_once = QueryLogits::at_once;
   const std::span<const std::int32_t> positions = view.positions(kv_head).numbers();
   std::vector<double> of_head(at_once * counts.size()), sums(at_once * counts.size());
   for (std::size_t first = 0; first < queries.size(); first += at_once) {

@@ -132,11 +132,11 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
 
 
 def best_of(column: Column, lines: Sequence[Line], better: dict[str, str]) -> float | None:
-    """The best value among lines that may be marked best, if two or more lines are compared."""
+    """The best value among lines that may be marked best, if two or more lines are compared and do not look equal."""
     direction = column.best(better)
     compared = [line for line in lines if line.compared and column.metric in line.values]
     values = [line.values[column.metric] for line in compared if line.may_be_best]
-    if direction == 0 or len(compared) < 2 or not values:
+    if direction == 0 or not values or len({column.write(line.values[column.metric]) for line in compared}) < 2:
         return None
     return max(values) if direction > 0 else min(values)
 
@@ -151,7 +151,11 @@ def texts(columns: Sequence[Column], lines: Sequence[Line], better: dict[str, st
             return [None, "-", False]
         half_width = line.half_widths.get(column.metric)
         interval = "" if half_width is None else f" ± {column.write(half_width)}"
-        return [value, column.write(value) + interval, line.may_be_best and value == top]
+        return [
+            value,
+            column.write(value) + interval,
+            line.may_be_best and top is not None and column.write(value) == column.write(top),
+        ]
 
     return [[texts_of(line, *of_column) for of_column in zip(columns, best, strict=True)] for line in lines]
 
