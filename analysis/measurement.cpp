@@ -187,38 +187,44 @@ MomentMeans means_of(const Wanted& wanted, const Conditions& conditions, int que
           wanted.by_query ? queries : 0};
 }
 
+/// Calls visit(name, functions) for each metric of this kind; `functions`: what read(i) gives for the metric's
+/// functions i, numbered over all metrics of this kind.
+template <class Of, class Read, class Visit>
+void for_each_metric(const Wanted& wanted, Read read, Visit visit) {
+  std::size_t next = 0;
+  for (const MetricName& name : wanted.metrics) {
+    std::vector<decltype(read(next))> functions;
+    for (std::size_t count = functions_of<Of>(name).size(); count > 0; --count) functions.push_back(read(next++));
+    if (!functions.empty()) visit(name, functions);
+  }
+}
+
 template <class Of>
 void add_values(ValuesByMetric& values, const Wanted& wanted, const MomentMeans& means, const MeasuredLayers& measured,
                 const TraceHeader& header) {
-  std::size_t next = 0;
-  for (const MetricName& name : wanted.metrics) {
-    std::vector<Matrix> functions;
-    for (std::size_t count = functions_of<Of>(name).size(); count > 0; --count)
-      functions.push_back(means.means(next++));
-    if (!functions.empty()) values[name] = values_by_head(functions, measured, header);
-  }
+  for_each_metric<Of>(
+      wanted, [&](std::size_t function) { return means.means(function); },
+      [&](const MetricName& name, std::span<const Matrix> functions) {
+        values[name] = values_by_head(functions, measured, header);
+      });
 }
 
 void add_by_head(ValuesByUnit& values, const Wanted& wanted, const MomentMeans& means, const MeasuredLayers& measured,
                  const TraceHeader& header) {
-  std::size_t next = 0;
-  for (const MetricName& name : wanted.metrics) {
-    std::vector<Matrix> functions;
-    for (std::size_t count = functions_of<OfMoments>(name).size(); count > 0; --count)
-      functions.push_back(means.means(next++));
-    if (!functions.empty()) values[name] = values_by_kv_head(functions, measured, header);
-  }
+  for_each_metric<OfMoments>(
+      wanted, [&](std::size_t function) { return means.means(function); },
+      [&](const MetricName& name, std::span<const Matrix> functions) {
+        values[name] = values_by_kv_head(functions, measured, header);
+      });
 }
 
 void add_by_query(ValuesByUnit& values, const Wanted& wanted, const MomentMeans& means,
                   const MeasuredLayers& measured) {
-  std::size_t next = 0;
-  for (const MetricName& name : wanted.metrics) {
-    std::vector<const Matrix*> functions;
-    for (std::size_t count = functions_of<OfMoments>(name).size(); count > 0; --count)
-      functions.push_back(&means.sums_of_heads(next++));
-    if (!functions.empty()) values[name] = values_by_query(functions, measured);
-  }
+  for_each_metric<OfMoments>(
+      wanted, [&](std::size_t function) { return &means.sums_of_heads(function); },
+      [&](const MetricName& name, std::span<const Matrix* const> functions) {
+        values[name] = values_by_query(functions, measured);
+      });
 }
 
 void add_block(std::vector<MomentMeans>& means, const LayerView& view, const MeasuredLayers& measured,

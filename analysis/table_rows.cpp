@@ -26,12 +26,6 @@ const MetricName pooled_error{"output_error", "pooled"}, error_of_heads{"output_
     recall{"attention_recall", ""}, kept_tokens{"kept_tokens", ""};
 constexpr const char* skill_title = "skill";
 
-MetricName metric_of_column(const std::string& text) {
-  const std::vector<MetricName> names = parse_metrics(text);
-  if (names.size() != 1) throw Error{Refusal::usage, "--columns", "not one metric", "NAME[:VARIANT]", text};
-  return names.front();
-}
-
 Error not_measured_live(const std::string& text) {
   return {Refusal::usage, "--columns", text + " is measured in the live model",
           "a run after kvreplay live RUN --model MODEL; kvreplay show RUN prints its numbers", "none"};
@@ -216,7 +210,7 @@ void check_columns(const std::vector<std::string>& columns, std::span<const Metr
   const std::vector<MetricName> measured = metrics_of_trace(metrics, {}, 0);
   for (const std::string& text : columns) {
     if (text == skill_title) continue;
-    const MetricName name = metric_of_column(text);
+    const MetricName name = parse_metric("--columns", text);
     const bool is_of_cell = name == kept_tokens || unit_of(name) == "s";
     if (is_of_cell || std::ranges::find(measured, name) != measured.end()) continue;
     if (is_of_span(name) && std::ranges::find(metrics, name.metric, &MetricName::metric) != metrics.end()) continue;
@@ -294,7 +288,7 @@ TableColumn TableRows::column_of(const std::string& text) const {
                   return skill == skills_.end() ? undefined : skill->second;
                 },
             .text = three_digits};
-  return metric_column(metric_of_column(text));
+  return metric_column(parse_metric("--columns", text));
 }
 
 bool TableRows::is_measured(const TableColumn& column) const {

@@ -199,6 +199,7 @@ void write_conditions(Group& group, const TraceRecord& trace) {
   if (trace.reading_layers > 0) group.set_attribute("reading_layers", std::int64_t{trace.reading_layers});
   if (trace.is_sampled()) {
     group.set_attribute("sample", trace.sample);
+    group.set_attribute("sample_text", trace.sample_text());
     group.set_attribute("all_queries", std::int64_t{trace.all_queries});
     group.set_attribute("looks", std::int64_t{trace.looks});
     if (trace.samples_heads()) group.set_attribute("sampled_heads", std::int64_t{trace.sampled_heads});

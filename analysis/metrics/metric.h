@@ -193,7 +193,9 @@ std::vector<std::string> metric_titles();
 /// Throws Error{usage} with the nearest name. A span's variant is SPAN.any, or any for all spans. The variant of
 /// a metric of the live model can also name a way of measuring.
 std::vector<MetricName> parse_metrics(std::string_view text);
-/// The same without metrics of the live model, for which it throws Error{usage} at `where`.
+/// One metric. Throws Error{usage} at `where` for none or several.
+MetricName parse_metric(const std::string& where, const std::string& text);
+/// Metrics as parse_metrics() reads them, without those of the live model, for which it throws Error{usage} at `where`.
 std::vector<MetricName> parse_replayed_metrics(const std::string& where, std::string_view text);
 
 /// The variant's declaration, also of a span's variant; null when there is none.

@@ -201,6 +201,12 @@ std::vector<MetricName> parse_metrics(std::string_view text) {
   return names;
 }
 
+MetricName parse_metric(const std::string& where, const std::string& text) {
+  const std::vector<MetricName> names = parse_metrics(text);
+  if (names.size() != 1) throw Error{Refusal::usage, where, "not one metric", "NAME[:VARIANT]", text};
+  return names.front();
+}
+
 std::vector<MetricName> parse_replayed_metrics(const std::string& where, std::string_view text) {
   std::vector<MetricName> names = parse_metrics(text);
   for (const MetricName& name : names)

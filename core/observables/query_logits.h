@@ -2,6 +2,7 @@
 // attention, which a backend computes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -15,7 +16,7 @@ namespace kvreplay {
 /// Of the query heads that read one KV head. The view must outlive it.
 class QueryLogits {
  public:
-  /// Queries for which of_each() reads the keys from memory once, at most.
+  /// The most queries of a block, for which of_each() reads the keys from memory once.
   static constexpr std::size_t at_once = 16;
 
   QueryLogits(const LayerView& view, int kv_head);
@@ -29,6 +30,16 @@ class QueryLogits {
 
   /// Number of resident tokens up to the last one that the query sees.
   int end_of_visible(std::int32_t position) const;
+
+  /// Calls visit(block, width) with blocks of ascending queries; `width`: end_of_visible() of the last query of a
+  /// block.
+  template <class Visit>
+  void in_blocks(std::span<const std::int32_t> queries, Visit visit) const {
+    for (std::size_t first = 0; first < queries.size(); first += at_once) {
+      const std::span<const std::int32_t> block = queries.subspan(first, std::min(at_once, queries.size() - first));
+      visit(block, static_cast<std::size_t>(end_of_visible(block.back())));
+    }
+  }
 
  private:
   const LayerView& view_;

@@ -28,7 +28,7 @@ void VectorProducts::with(std::span<const double> x, int first, std::span<double
 }
 
 void VectorProducts::with_each(std::span<const double> xs, int first, std::span<double> products) const {
-  constexpr int block = 512;  // vectors that stay in a core's L2 cache while all lists read them
+  constexpr int block = 512;  // vectors that a core's L2 cache holds for all lists
   const int lists = static_cast<int>(xs.size()) / dim_, n = static_cast<int>(products.size()) / lists;
   for (int begin = 0; begin < n; begin += block)
     kernels_.lists_of_doubles(xs.data(), lists, dim_, channels_.data() + first + begin, count_,

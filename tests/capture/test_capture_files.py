@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from kvreplay.errors import Error
 from kvreplay.trace import Trace, TraceWriter
 
 Folder = Callable[..., Path]
+
+CHAT_NOTE = "the model has a chat template: --chat applies it; without it the model may not answer"
 
 # A capture whose second layer waits, so that it can be stopped in the middle.
 SLOW = """
@@ -252,6 +255,22 @@ def test_a_chat_template_is_required_before_weights_are_read(
     assert capsys.readouterr().err == expected
 
 
+def test_a_chat_template_that_is_not_applied_is_noted(
+    model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), without)
+    (without / "chat_template.jinja").unlink()
+    for model, more, count in (
+        (model_folder("llama"), [], 1),
+        (model_folder("llama"), ["--chat"], 0),
+        (model_folder("llama"), ["-q"], 0),
+        (without, [], 0),
+    ):
+        assert main(words(model, tmp_path / "t.h5", "--force", *more)) == 0
+        assert capsys.readouterr().err.count(f"kvreplay: capture: {CHAT_NOTE}\n") == count, (model, more)
+
+
 def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> None:
     """torch cannot be found: exit 4. The line before says that the model is being loaded."""
     arguments = words(model_folder("llama"), tmp_path / "t.h5", "--progress", "auto")  # stderr is a pipe
@@ -282,7 +301,7 @@ def test_progress_in_a_pipe(
         for number, prompt in enumerate(("p-000", "p-001"), start=1):
             lines.append(f"{prompt}: prompt {number} of 2, generating 3 tokens")
             lines += [f"{prompt}: {layer} of 4 layers written" for layer in layers]
-        return lines
+        return [*lines, CHAT_NOTE]
 
     def without_time(lines: list[str]) -> list[str]:
         return [re.sub(r"in \d[\d.]* s$", "in TIME", line) for line in lines]
@@ -290,7 +309,8 @@ def test_progress_in_a_pipe(
     assert without_time(printed()) == expected([1, 4])
     monkeypatch.setattr("kvreplay.capture.progress.SECONDS_BETWEEN_LINES", 0.0)
     assert without_time(printed()) == expected([1, 2, 3, 4])
-    assert printed("--progress", "never") == printed("-q") == []
+    assert printed("--progress", "never") == [CHAT_NOTE]
+    assert printed("-q") == []
 
 
 def test_defaults_of_the_user(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -70,6 +71,24 @@ def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("hidden_drift", "live_output_error"):
         some = table[(table["metric"] == name) & (table["policy"] == "random")]
         assert set(some["layer"]) == {"all", "0", "1", "2", "3"}
+
+
+def test_texts_are_compared_with_the_answers_of_the_last_call(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts of earlier calls too. If the full cache gives none of the answers, a note says so."""
+    file = copy.run / "answers.jsonl"
+    note = f"kvreplay: live: {copy.run}: the full cache answers no prompt"
+
+    def contained(*answers: str) -> tuple[float, bool]:
+        file.write_text(json.dumps({"name": "t", "answers": answers}) + "\n")
+        assert copy.live("--generate", "3", "--answers", str(file), "-p", "full,random") == 0
+        [value] = set(rows(copy).query("policy == 'full' and metric == 'contains'")["value"])
+        return float(value), note in capsys.readouterr().err
+
+    assert contained("no model writes this") == (0, True)
+    before = rows(copy)
+    [text] = {json.loads(text) for text in before.query("policy == 'full'")[TEXT] if text}
+    assert text and contained(text) == (1, False) and contained(text, "nothing") == (0.5, False)
+    assert contained("no model writes this") == (0, True) and rows(copy).equals(before)
 
 
 MINE = """import kvreplay as kv

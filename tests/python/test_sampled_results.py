@@ -13,14 +13,14 @@ from program import WITH_PYTHON, done, kvreplay
 import kvreplay as kv
 
 OPTIONS = {"controls": "none", "metrics": "attention_recall"}
+WORDS = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
 
 
 @pytest.fixture(scope="module")
 def written(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of results from 6 of the 12 eval queries."""
     folder = tmp_path_factory.mktemp("sampled")
-    words = ["-p", "snapkv,h2o", "-b", "40", "--controls", "none", "--metrics", "attention_recall"]
-    done("replay", small, *words, "--sample", "queries=6", "-o", "out", folder=folder)
+    done("replay", small, "-p", "snapkv,h2o", "-b", "40", *WORDS, "--sample", "queries=6", "-o", "out", folder=folder)
     return folder / "out"
 
 
@@ -61,6 +61,16 @@ def test_pairs_are_of_one_stratum_of_the_ring() -> None:
 
 def test_samples_differ_between_traces_and_not_between_runs() -> None:
     assert sampled_units(0, "one") == sampled_units(0, "two") != sampled_units(1, "one")
+
+
+def test_all_kinds_of_samples_are_named(tmp_path: Path) -> None:
+    shape = ["--layers", "4", "--query-heads", "8", "--kv-heads", "4", "--head-dim", "8", "--prompt", "90"]
+    done("synth", "gaussian", "-o", "t.h5", *shape, folder=tmp_path)
+    words = ["-p", "snapkv", "-b", "0.1", *WORDS, "--sample", "layers=2,heads=2"]
+    done("replay", "t.h5", *words, "-o", "out", folder=tmp_path)
+    run = kv.Run(tmp_path / "out")
+    [sample] = set(run.results["sample"])
+    assert sample == run.trace("t").sample == "2 of 4 layers, 2 of 4 KV heads"
 
 
 def test_exact_runs_have_no_columns_of_samples(small: Path) -> None:

@@ -320,11 +320,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 
     begin = time.monotonic()
     model, tokenizer = load(model_choices, check_tokenizer)
-    hides_notes = arguments.progress == "never"
-    notes = [f"loaded in {duration(time.monotonic() - begin)}"]
-    if getattr(tokenizer, "chat_template", None) and not arguments.chat and not all(one.messages for one in prompts):
-        notes.append("the model has a chat template: --chat applies it; without it the model may not answer")
-    say_notes("capture", notes, hides_notes)
+    hides_progress = arguments.progress == "never"
+    say_notes("capture", [f"loaded in {duration(time.monotonic() - begin)}"], hides_progress)
     choices = Choices(**members(Choices, arguments) | {
         "name": arguments.name or source.title, "continuation": continuation, "spans": spans,
         "source_hash": source.hash(), "reconstruct_at": arguments.reconstruct_at or "prompt",
@@ -333,7 +330,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True), start=1):
         before = _peak_mib()
         generated = f", generating {arguments.generate} tokens" if arguments.generate else ""
-        say_notes("capture", [f"{prompt.name}: prompt {number} of {len(prompts)}{generated}"], hides_notes)
+        say_notes("capture", [f"{prompt.name}: prompt {number} of {len(prompts)}{generated}"], hides_progress)
         progress = partial(progress_of, prompt.name, arguments=arguments)
         captured = capture(model, tokenizer, prompt, path, choices, progress)
         worst = captured.worst
@@ -349,6 +346,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             f"memory   peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture",
             flush=True,
         )
+    if getattr(tokenizer, "chat_template", None) and not arguments.chat and not all(one.messages for one in prompts):
+        note = "the model has a chat template: --chat applies it; without it the model may not answer"
+        say_notes("capture", [note], arguments.quiet)
     print_next_replay(paths[0] if len(paths) == 1 else paths[0].parent)
     return 0
 

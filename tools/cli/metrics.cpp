@@ -82,7 +82,7 @@ int run(const Arguments& arguments) {
   if (arguments.operands().empty()) return list(arguments);
   const std::string& name = arguments.operands().front();
   const bool has_variant = name.find(':') != std::string::npos;
-  const std::optional<MetricName> titled = has_variant ? parse_metrics(name).front() : find_title(name);
+  const std::optional<MetricName> titled = has_variant ? parse_metric("metrics", name) : find_title(name);
   const MetricCard& card = metric_card(titled ? titled->metric : name);
   if (arguments.given("json"))
     print_json(as_json(card));

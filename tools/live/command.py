@@ -107,11 +107,13 @@ def live(arguments: argparse.Namespace) -> None:
 
     from kvreplay.capture.model import load, placement
     from kvreplay.live.measure import LiveModel, say
-    from kvreplay.live.results import Way, write_view
+    from kvreplay.live.results import Way, compare_texts, write_view
 
     for run, trace, _ in wanted:
         if trace.tokens <= trace.boundary:
             raise Error(str(run.folder), f"trace {trace.name}", "a continuation after the prompt", "none")
+        if trace.name in answers:
+            compare_texts(run.folder, trace.name, answers[trace.name])
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     source = choices.source
@@ -175,13 +177,13 @@ def _print_tables(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
 
 
 def _unanswered(run: Run) -> str:
-    """Whether the full cache gives no answer at all, so that answers say nothing about policies."""
+    """A note where the full cache gives no answer at all: answers then do not compare policies; otherwise empty."""
     live = run.live
     answers = live[(live["metric"] == "contains") & (live["policy"] == "full")]
     if answers.empty or answers["value"].any():
         return ""
-    return (f"{run.folder}: the full cache gives no answer to {answers['trace'].nunique()} prompts: live.answer does "
-            "not compare policies; an instruction model may need capture --chat")  # fmt: skip
+    return (f"{run.folder}: the full cache answers no prompt: live.answer does not compare policies; an instruction "
+            "model may need capture --chat")  # fmt: skip
 
 
 def _traces(run: Run, asked: Sequence[str]) -> list[str]:

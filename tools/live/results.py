@@ -19,6 +19,7 @@ from pathlib import Path
 from kvreplay.errors import Error
 from kvreplay.live.cells import LiveCell
 from kvreplay.live.metrics import Value
+from kvreplay.live.texts import answered
 from kvreplay.live_metrics import BY_NAME
 from kvreplay.results import COLUMNS, MEASURED, TEXT
 
@@ -62,7 +63,7 @@ class LiveResults:
             self._rows[self._of(cell, one.metric)].append({
                 **cell.facts, "n_queries": str(tokens), "open_loop": "0", "unit": BY_NAME[one.metric].unit,
                 "head": "all", "layer": "all" if one.layer is None else str(one.layer), "metric": one.metric,
-                "variant": one.variant, "value": "" if math.isnan(one.value) else f"{one.value:.17g}",
+                "variant": one.variant, "value": _printed(one.value),
                 "decisions": cell.decisions, **self._measured, TEXT: json.dumps(words) if one.metric == WRITTEN else "",
             })  # fmt: skip
 
@@ -70,6 +71,23 @@ class LiveResults:
         """Writes all rows, atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(self.path, (row for rows in self._rows.values() for row in rows))
+
+
+def _printed(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.17g}"
+
+
+def compare_texts(folder: Path, trace: str, answers: Sequence[str]) -> None:
+    """Compares the texts that were generated earlier with these reference answers in place of earlier ones."""
+    path = folder / "live" / f"{trace}.csv"
+    rows = read_rows(path) if path.is_file() else []
+    compared = [
+        {**row, "metric": one.metric, "unit": BY_NAME[one.metric].unit, "value": _printed(one.value), TEXT: ""}
+        for row in rows if row[TEXT] for one in answered(json.loads(row[TEXT]), answers)
+    ]  # fmt: skip
+    if compared:
+        metrics = {row["metric"] for row in compared}
+        write_rows(path, [*(row for row in rows if row["metric"] not in metrics), *compared])
 
 
 def _key(row: dict[str, str]) -> tuple[str, ...]:

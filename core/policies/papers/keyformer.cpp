@@ -69,13 +69,10 @@ struct Keyformer {
   }
 
   void accumulate(const LayerView& view, const QueryLogits& logits, int head, std::span<double> sums) const {
-    constexpr std::size_t at_once = QueryLogits::at_once;
     const std::span<const std::int32_t> positions = view.positions(head / view.group()).numbers();
     const std::vector<std::int32_t> queries = view.last_queries(view.residents().seen);
-    std::vector<double> rows(at_once * sums.size()), noise(sums.size());
-    for (std::size_t first = 0; first < queries.size(); first += at_once) {
-      const std::span some = std::span(queries).subspan(first, std::min(at_once, queries.size() - first));
-      const auto width = static_cast<std::size_t>(logits.end_of_visible(some.back()));
+    std::vector<double> rows(QueryLogits::at_once * sums.size()), noise(sums.size());
+    logits.in_blocks(queries, [&](std::span<const std::int32_t> some, std::size_t width) {
       logits.of_each(head, some, std::span(rows).first(some.size() * width));
       for (std::size_t i = 0; i < some.size(); ++i) {
         const std::span row =
@@ -88,7 +85,7 @@ struct Keyformer {
         to_softmax(row);
         for (std::size_t j = 0; j < row.size(); ++j) sums[j] += row[j];
       }
-    }
+    });
   }
 
   Plan plan() const {

@@ -18,12 +18,9 @@ namespace {
 void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std::span<const std::int32_t> queries,
               std::span<double> counts, std::span<double> last) {
   constexpr double above_uniform = 1.0 + 1e-6;
-  constexpr std::size_t at_once = QueryLogits::at_once;
   const std::span<const std::int32_t> positions = view.positions(kv_head).numbers();
-  std::vector<double> of_head(at_once * counts.size()), sums(at_once * counts.size());
-  for (std::size_t first = 0; first < queries.size(); first += at_once) {
-    const std::span some = queries.subspan(first, std::min(at_once, queries.size() - first));
-    const auto width = static_cast<std::size_t>(logits.end_of_visible(some.back()));
+  std::vector<double> of_head(QueryLogits::at_once * counts.size()), sums(of_head.size());
+  logits.in_blocks(queries, [&](std::span<const std::int32_t> some, std::size_t width) {
     std::ranges::fill(sums, 0.0);
     for (int head = kv_head * view.group(); head < (kv_head + 1) * view.group(); ++head) {
       const std::span<double> rows = std::span(of_head).first(some.size() * width);
@@ -44,7 +41,7 @@ void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std
           last[j] = query;
         }
     }
-  }
+  });
 }
 
 /// [2 Hkv, n]: counts of all KV heads, then positions of last uses.

@@ -186,12 +186,7 @@ std::string metric_of_title(const std::string& text) {
   return titled ? titled->text() : text;
 }
 
-std::string better_of_metric(const std::string& text) {
-  const std::vector<MetricName> names = parse_metrics(text);
-  if (text.empty() || names.size() != 1)
-    throw Error{Refusal::usage, "--metric", "not one metric", "NAME[:VARIANT]", text};
-  return word(better_of(names.front()));
-}
+std::string better_of_metric(const std::string& text) { return word(better_of(parse_metric("--metric", text))); }
 
 /// (title, metric, variant) of each title, in the order of the columns of a table.
 std::vector<std::tuple<std::string, std::string, std::string>> titles() {

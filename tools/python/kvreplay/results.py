@@ -153,7 +153,7 @@ class TraceFacts:
     reading_layers: int  # layers that read the keys and values of another
     hash: str  # of the trace; empty: not known
     dtype: str  # empty: the run does not say
-    sample: str  # "256 of 2048 eval queries" that metrics are estimated from; empty: all were measured
+    sample: str  # "256 of 2048 eval queries" that metrics are estimated from; empty: all was measured
     synthetic: bool
     spans: list[Span]
     redundancy: dict[str, np.ndarray]  # key, value: float [L,boundary], NaN where not treated
@@ -532,7 +532,7 @@ class Run:
             treated=np.asarray(group.attrs.get("treated", np.arange(int(group.attrs["layers"]))), dtype=int),
             hash=text(group.attrs.get("trace_hash", "")),
             dtype=text(group.attrs.get("dtype", "")),
-            sample=sample_of(group),
+            sample=text(group.attrs.get("sample_text", "")),
             synthetic=bool(group.attrs.get("synthetic", 0)),
             **{key: int(group.attrs[key]) for key in "prompt tokens layers query_heads kv_heads".split()},
         )
@@ -686,12 +686,6 @@ class MemoryRun(Run):
         if trace not in self._files:
             raise Error(f"memory:/{trace}", "missing", "a trace of this replay", ", ".join(self._files))
         return h5py.File(h5py.h5f.open_file_image(self._files[trace]))
-
-
-def sample_of(trace: h5py.Group) -> str:
-    """The sample of a trace, as the column `sample` names it; empty: all eval queries were measured."""
-    attributes = trace.attrs
-    return f"{attributes['n_queries']} of {attributes['all_queries']} eval queries" if "sample" in attributes else ""
 
 
 def heads_of_layers(group: h5py.Group, layers: int) -> np.ndarray:
