@@ -42,28 +42,34 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
   }
 }
 
+/// Of `Vectors` neighbouring vectors of columns.
+template <int Lists, int Vectors>
+void combine_columns(const double* weights, int count, const double* rows, std::ptrdiff_t stride, double* out,
+                     std::ptrdiff_t out_stride) {
+  const hn::ScalableTag<double> tag;
+  const int lanes = static_cast<int>(hn::Lanes(tag));
+  hn::Vec<decltype(tag)> sums[Lists][Vectors], columns[Vectors];
+  for (auto& of_list : sums)
+    for (auto& sum : of_list) sum = hn::Zero(tag);
+  for (int row = 0; row < count; ++row) {
+    for (int v = 0; v < Vectors; ++v) columns[v] = hn::LoadU(tag, rows + row * stride + v * lanes);
+    for (int list = 0; list < Lists; ++list) {
+      const auto weight = hn::Set(tag, weights[list * count + row]);
+      for (int v = 0; v < Vectors; ++v) sums[list][v] = hn::Add(sums[list][v], hn::Mul(weight, columns[v]));
+    }
+  }
+  for (int list = 0; list < Lists; ++list)
+    for (int v = 0; v < Vectors; ++v) hn::StoreU(sums[list][v], tag, out + list * out_stride + v * lanes);
+}
+
 template <int Lists>
 void combine_lists(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out,
                    std::ptrdiff_t out_stride) {
-  const hn::ScalableTag<double> tag;
-  const int lanes = static_cast<int>(hn::Lanes(tag));
+  const int lanes = static_cast<int>(hn::Lanes(hn::ScalableTag<double>()));
   int i = 0;
-  for (; i + 2 * lanes <= n; i += 2 * lanes) {
-    hn::Vec<decltype(tag)> first[Lists], second[Lists];
-    for (int list = 0; list < Lists; ++list) first[list] = second[list] = hn::Zero(tag);
-    for (int row = 0; row < count; ++row) {
-      const auto a = hn::LoadU(tag, rows + row * stride + i), b = hn::LoadU(tag, rows + row * stride + i + lanes);
-      for (int list = 0; list < Lists; ++list) {
-        const auto weight = hn::Set(tag, weights[list * count + row]);
-        first[list] = hn::Add(first[list], hn::Mul(weight, a));
-        second[list] = hn::Add(second[list], hn::Mul(weight, b));
-      }
-    }
-    for (int list = 0; list < Lists; ++list) {
-      hn::StoreU(first[list], tag, out + list * out_stride + i);
-      hn::StoreU(second[list], tag, out + list * out_stride + i + lanes);
-    }
-  }
+  for (; i + 2 * lanes <= n; i += 2 * lanes)
+    combine_columns<Lists, 2>(weights, count, rows + i, stride, out + i, out_stride);
+  for (; i + lanes <= n; i += lanes) combine_columns<Lists, 1>(weights, count, rows + i, stride, out + i, out_stride);
   for (int list = 0; list < Lists; ++list)
     combine(weights + list * count, count, rows + i, stride, n - i, out + list * out_stride + i);
 }

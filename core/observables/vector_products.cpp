@@ -6,21 +6,23 @@
 namespace kvreplay {
 
 VectorProducts::VectorProducts(const Vectors& vectors, int head)
-    : count_(vectors.count),
-      dim_(vectors.dim),
-      kernels_(combination_kernels()),
-      channels_(static_cast<std::size_t>(vectors.count) * static_cast<std::size_t>(vectors.dim)) {
+    : count_(vectors.count), dim_(vectors.dim), kernels_(combination_kernels()) {
+  const std::size_t panels = (static_cast<std::size_t>(count_) + panel - 1) / panel;
+  channels_.resize(panels * panel * static_cast<std::size_t>(dim_));
   std::vector<double> vector(static_cast<std::size_t>(dim_));
   for (int i = 0; i < count_; ++i) {
     vectors.read(head, i, vector);
-    for (std::size_t c = 0; c < vector.size(); ++c)
-      channels_[c * static_cast<std::size_t>(count_) + static_cast<std::size_t>(i)] = vector[c];
+    for (std::size_t c = 0; c < vector.size(); ++c) channels_[place(i) + c * panel] = vector[c];
   }
 }
 
+std::size_t VectorProducts::place(int i) const {
+  const auto at = static_cast<std::size_t>(i);
+  return at / panel * panel * static_cast<std::size_t>(dim_) + at % panel;
+}
+
 void VectorProducts::divide(int i, double divisor) {
-  for (std::size_t at = static_cast<std::size_t>(i); at < channels_.size(); at += static_cast<std::size_t>(count_))
-    channels_[at] /= divisor;
+  for (std::size_t c = 0; c < static_cast<std::size_t>(dim_); ++c) channels_[place(i) + c * panel] /= divisor;
 }
 
 void VectorProducts::with(std::span<const double> x, int first, std::span<double> products) const {
@@ -28,16 +30,17 @@ void VectorProducts::with(std::span<const double> x, int first, std::span<double
 }
 
 void VectorProducts::with_each(std::span<const double> xs, int first, std::span<double> products) const {
-  constexpr int block = 512;  // vectors that a core's L2 cache holds for all lists
+  constexpr int width = static_cast<int>(panel);
   const int lists = static_cast<int>(xs.size()) / dim_, n = static_cast<int>(products.size()) / lists;
-  for (int begin = 0; begin < n; begin += block)
-    kernels_.lists_of_doubles(xs.data(), lists, dim_, channels_.data() + first + begin, count_,
-                              std::min(block, n - begin), products.data() + begin, n);
+  for (int i = 0, end = 0; i < n; i = end) {
+    end = std::min(n, i + width - (first + i) % width);
+    kernels_.lists_of_doubles(xs.data(), lists, dim_, channels_.data() + place(first + i), width, end - i,
+                              products.data() + i, n);
+  }
 }
 
 void VectorProducts::read(int i, std::span<double> vector) const {
-  for (std::size_t c = 0; c < vector.size(); ++c)
-    vector[c] = channels_[c * static_cast<std::size_t>(count_) + static_cast<std::size_t>(i)];
+  for (std::size_t c = 0; c < vector.size(); ++c) vector[c] = channels_[place(i) + c * panel];
 }
 
 }  // namespace kvreplay

@@ -1,6 +1,7 @@
 // Inner products of vectors with many others, in float64 on this machine.
 #pragma once
 
+#include <cstddef>
 #include <span>
 #include <vector>
 
@@ -9,12 +10,14 @@
 
 namespace kvreplay {
 
-/// The vectors of one head, channel by channel, so that the products with neighbouring vectors are computed together.
+/// The vectors of one head in panels, each channel by channel, so that the products with neighbouring vectors are
+/// computed together, from memory that is read in its order.
 class VectorProducts {
  public:
   VectorProducts(const Vectors& vectors, int head);
 
   int count() const { return count_; }
+  int dim() const { return dim_; }
   /// Divides vector i by a number.
   void divide(int i, double divisor);
   /// <x, vector first + i> for all i < products.size(). Equal vectors have equal products.
@@ -25,9 +28,13 @@ class VectorProducts {
   void read(int i, std::span<double> vector) const;
 
  private:
+  static constexpr std::size_t panel = 16;  // vectors; 16 KiB of 128 channels, which the L1 cache holds for all lists
+
+  std::size_t place(int i) const;  // of channel 0 of vector i; the next channel is `panel` numbers on
+
   int count_, dim_;
   const CombinationKernels& kernels_;
-  std::vector<double> channels_;  // [dim, count]
+  std::vector<double> channels_;  // [panels, dim, panel]
 };
 
 }  // namespace kvreplay

@@ -25,18 +25,39 @@ struct Similar {
   double cosine = 0;
 };
 
-/// The last key j != i with a cosine above the threshold. Where there is none, key 0, as in the authors' code: with
-/// cosine 0 for i = 0.
-Similar last_similar(const VectorProducts& directions, std::span<const double> direction, int i, double threshold) {
-  constexpr int block = 16;
-  double cosines[block];
-  for (int end = directions.count(); end > 0; end -= block) {
-    const int begin = std::max(0, end - block);
-    directions.with(direction, begin, std::span(cosines).first(static_cast<std::size_t>(end - begin)));
-    for (int j = end; j-- > begin;)
-      if (j != i && cosines[j - begin] > threshold) return {j, cosines[j - begin]};
+/// Of the keys i = first, first + 1, ...: the last key j != i with a cosine above the threshold. Where there is none,
+/// key 0, as in the authors' code: with cosine 0 for i = 0.
+void find_last_similar(const VectorProducts& directions, double threshold, int first, std::span<Similar> found) {
+  constexpr int most = 512;
+  const auto dim = static_cast<std::size_t>(directions.dim());
+  std::vector<int> open(found.size());
+  std::iota(open.begin(), open.end(), first);
+  std::vector<double> vectors(open.size() * dim), cosines(open.size() * most);
+  for (std::size_t at = 0; at < open.size(); ++at) directions.read(open[at], std::span(vectors).subspan(at * dim, dim));
+  int width = 16;  // real keys are alike: most of them end here
+  for (int end = directions.count(); end > 0 && !open.empty(); width = most) {
+    const int begin = std::max(0, end - width);
+    const auto n = static_cast<std::size_t>(end - begin);
+    directions.with_each(std::span(vectors).first(open.size() * dim), begin, std::span(cosines).first(open.size() * n));
+    std::size_t kept = 0;
+    for (std::size_t at = 0; at < open.size(); ++at) {
+      const std::span row = std::span(cosines).subspan(at * n, n);
+      const int i = open[at];
+      int j = end - 1;
+      while (j >= begin && (j == i || !(row[static_cast<std::size_t>(j - begin)] > threshold))) --j;
+      Similar& similar = found[static_cast<std::size_t>(i - first)];
+      if (j >= begin) {
+        similar = {j, row[static_cast<std::size_t>(j - begin)]};
+        continue;
+      }
+      similar = {0, i == 0 ? 0.0 : row[0]};
+      open[kept] = i;
+      std::copy_n(vectors.begin() + static_cast<std::ptrdiff_t>(at * dim), dim,
+                  vectors.begin() + static_cast<std::ptrdiff_t>(kept++ * dim));
+    }
+    open.resize(kept);
+    end = begin;
   }
-  return {0, i == 0 ? 0.0 : cosines[0]};
 }
 
 struct RKv {
@@ -82,22 +103,25 @@ struct RKv {
       std::ranges::transform(sum, key, sum.begin(), std::plus());
     }
     directions.with(sum, 0, shares);
-    for (int i = 0; i < view.tokens() && !view.backend().interruption().ended(); ++i) {
-      shares[static_cast<std::size_t>(i)] -= squares[static_cast<std::size_t>(i)];
-      directions.read(i, key);
-      const auto [other, cosine] = last_similar(directions, key, i, threshold);
-      shares[static_cast<std::size_t>(other)] -= cosine;
+    constexpr std::size_t block = 64;  // keys of a piece of work
+    std::vector<Similar> found(shares.size());
+    view.on_threads((found.size() + block - 1) / block, [&](std::size_t number) {
+      const std::size_t first = number * block;
+      find_last_similar(directions, threshold, static_cast<int>(first),
+                        std::span(found).subspan(first, std::min(block, found.size() - first)));
+    });
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      shares[i] -= squares[i];
+      shares[static_cast<std::size_t>(found[i].key)] -= found[i].cosine;
     }
     for (double& share : shares) share /= view.tokens();
     to_softmax(shares);
   }
 
   Matrix score(const LayerView& view, const Scoring& how) const {
-    const auto heads = static_cast<std::size_t>(view.kv_heads());
     const Matrix& redundancies = view.remember("key_redundancy", {threshold}, [&] {
       Matrix rows(view.kv_heads(), view.tokens());
-      view.on_threads(heads,
-                      [&](std::size_t h) { redundancy(view, static_cast<int>(h), rows.row(static_cast<int>(h))); });
+      for (int head = 0; head < rows.rows(); ++head) redundancy(view, head, rows.row(head));
       return rows;
     });
     Matrix scores = pooled(PrefixAttention{.window = window, .group_first = true}(view, how), Pool::max, kernel,
