@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <span>
 
@@ -17,6 +16,30 @@ double squared_distance(const double* a, const double* b, std::size_t dim) {
   for (std::size_t c = 0; c < dim; ++c) sum += (a[c] - b[c]) * (a[c] - b[c]);
   return sum;
 }
+
+/// Of vectors [dim], the first of the nearest centres [count, dim].
+class NearestCentre {
+ public:
+  NearestCentre(std::span<const double> centres, std::size_t dim)
+      : dim_(dim), count_(centres.size() / dim), channels_(centres.size()) {
+    for (std::size_t i = 0; i < centres.size(); ++i) channels_[i % dim * count_ + i / dim] = centres[i];
+  }
+
+  /// `distances`: scratch space, [count].
+  std::size_t operator()(const double* vector, std::span<double> distances) const {
+    std::ranges::fill(distances, 0.0);
+    for (std::size_t c = 0; c < dim_; ++c)
+      for (std::size_t centre = 0; centre < count_; ++centre) {
+        const double difference = vector[c] - channels_[c * count_ + centre];
+        distances[centre] += difference * difference;
+      }
+    return static_cast<std::size_t>(std::ranges::min_element(distances) - distances.begin());
+  }
+
+ private:
+  std::size_t dim_, count_;
+  std::vector<double> channels_;  // [dim, count]: distances of neighbouring centres are computed together
+};
 
 /// One part of the vectors of one head.
 class Clustering {
@@ -44,8 +67,10 @@ class Clustering {
     const std::size_t centre_count = centres_.size() / dim_;
     std::vector<double> sums(centres_.size());
     std::vector<int> members(centre_count);
+    const NearestCentre nearest(centres_, dim_);
+    std::vector<double> distances(centre_count);
     for (std::size_t i = 0; i < count_; ++i) {
-      const std::size_t centre = nearest(numbers_.data() + i * dim_);
+      const std::size_t centre = nearest(numbers_.data() + i * dim_, distances);
       codes_[i] = static_cast<double>(centre);
       ++members[centre];
       for (std::size_t c = 0; c < dim_; ++c) sums[centre * dim_ + c] += numbers_[i * dim_ + c];
@@ -70,17 +95,6 @@ class Clustering {
     std::ranges::sort(order, {}, [&](std::size_t i) { return chain(how_.seed, how_.layer, head_, part_, i); });
     for (std::size_t centre = 0; centre < centres_.size() / dim_; ++centre)
       std::copy_n(numbers_.data() + order[centre] * dim_, dim_, centres_.data() + centre * dim_);
-  }
-
-  std::size_t nearest(const double* vector) const {
-    std::size_t best = 0;
-    double least = std::numeric_limits<double>::infinity();
-    for (std::size_t centre = 0; centre < centres_.size() / dim_; ++centre)
-      if (const double distance = squared_distance(vector, centres_.data() + centre * dim_, dim_); distance < least) {
-        least = distance;
-        best = centre;
-      }
-    return best;
   }
 
   const ProductQuantiser& how_;

@@ -13,7 +13,7 @@ struct PrefixAttention {
   bool group_first = false;  // one softmax of the largest logits of a group; false: the mean over its heads' softmaxes
 
   /// [Hkv, n]; 0 for the last `recent` tokens, which take no part.
-  Matrix operator()(const LayerView& view, const Scoring& how) const;
+  const Matrix& operator()(const LayerView& view, const Scoring& how) const;
 };
 
 }  // namespace kvreplay
