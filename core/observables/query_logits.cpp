@@ -44,9 +44,7 @@ void QueryLogits::of_each(int query_head, std::span<const std::int32_t> queries,
 }
 
 int QueryLogits::end_of_visible(std::int32_t position) const {
-  auto end = positions_.size();
-  while (end > 0 && positions_[end - 1] > position) --end;
-  return static_cast<int>(end);
+  return static_cast<int>(std::ranges::upper_bound(positions_, position) - positions_.begin());
 }
 
 }  // namespace kvreplay

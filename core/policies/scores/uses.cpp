@@ -31,10 +31,10 @@ void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std
     }
     for (std::size_t i = 0; i < some.size(); ++i) {
       const std::int32_t query = some[i];
-      const std::span sum = std::span(sums).subspan(i * width, static_cast<std::size_t>(logits.end_of_visible(query)));
-      const int lowest = view.tensors().first_visible(query);
-      const auto visible = std::ranges::count_if(positions, [&](std::int32_t j) { return j >= lowest && j <= query; });
-      const double least = above_uniform * view.group() / static_cast<double>(visible);
+      const int end = logits.end_of_visible(query),
+                begin = logits.end_of_visible(view.tensors().first_visible(query) - 1);
+      const std::span sum = std::span(sums).subspan(i * width, static_cast<std::size_t>(end));
+      const double least = above_uniform * view.group() / static_cast<double>(end - begin);
       for (std::size_t j = 0; j < sum.size(); ++j)
         if (positions[j] < query && sum[j] > least) {
           counts[j] += 1;
