@@ -24,8 +24,7 @@ OPTIONS = [
     "3",
     "--save-reference",
     "--with-wo",
-    "--progress",
-    "never",
+    "--quiet",
     "--threads",
     "1",
 ]

@@ -185,7 +185,7 @@ class Capture(Replay):
         from tiny_models import save
 
         save(folder / "model", "llama")
-        words = "--model model --generate 8 --progress never --force -o out.h5 --prompt".split()
+        words = "--model model --generate 8 -q --force -o out.h5 --prompt".split()
         made = cls(folder, (*words, "A few words, " * 15), "out.h5")
         server = cls.server()
         before = os.environ.get("LD_PRELOAD")
