@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import LEAST_OVERLAP, MODEL, PRESS_CASES, PRESS_RATIOS, PRESS_TOKENS, Case
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "cli"))
+
+from program import done  # noqa: E402
 
 ROUNDING = 1e-5  # of a logit or value, as a share of the largest: the order of the kept tokens differs
 LARGE_MODEL = MODEL.with_name("qwen2.5-coder-1.5b-instruct.gguf")
@@ -60,3 +66,13 @@ def test_same_sets_and_predictions(
     assert effect > 1000 * ROUNDING
     # Where two kept keys are equally similar to an evicted one, rounding decides which value it is merged into.
     assert apart < ROUNDING or ("Merging" in case.press and values < 1), apart
+
+
+def test_policies_of_plug_ins(tmp_path: Path, in_kvpress: Callable[..., None]) -> None:
+    """A plug-in of the policy that new-policy writes keeps the sets of its built-in equal."""
+    [*_, build, _] = done("new-policy", "mine", "--plugin", folder=tmp_path).splitlines()
+    subprocess.run(build, shell=True, cwd=tmp_path, check=True, capture_output=True)
+    in_kvpress("plugin_press.py", tmp_path / "mine/build/mine.so", tmp_path / "found.npz")
+    with np.load(tmp_path / "found.npz") as found:
+        np.testing.assert_array_equal(found["mine"], found["built in"])
+        assert (found["mine"] != found["another"]).any()

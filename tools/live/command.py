@@ -213,18 +213,18 @@ def _registered(policy: str) -> str:
 
 
 def register_policies_of(run: Run, rows: pd.DataFrame) -> None:
-    """Registers the policies in Python of these cells, from the files that run.json names."""
+    """Registers the policies of these cells that are not built in, from the files that run.json names."""
+    from kvreplay.engine import _engine
     from kvreplay.engine import policy as known
     from kvreplay.python_policies import load, source_hash
 
     sources = {one["name"]: one.get("source", []) for one in run.about["policies"]}
     for policy in dict.fromkeys(rows["policy"]):
         for source in sources.get(policy, []):
-            if Path(source["path"]).suffix != ".py":
-                raise Error(policy, "a compiled plug-in cannot be used in a live model", "-p with other policies",
-                            source["path"], Refusal.CAPABILITY)  # fmt: skip
-            if source_hash(load(source["path"], policy)) != source["hash"]:
-                raise Error(source["path"], f"{policy} has changed since the replay", "the file of the replay; run the "
+            path = source["path"]
+            is_python = Path(path).suffix == ".py"
+            if (source_hash(load(path, policy)) if is_python else _engine.load_plugin(path)) != source["hash"]:
+                raise Error(path, f"{policy} has changed since the replay", "the file of the replay; run the "
                             "same replay again", "another hash")  # fmt: skip
         if policy not in known:
             raise Error(str(run.folder), f"{policy} is not built in, and the last replay here did not use it",

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -98,7 +99,9 @@ void check_names(const std::string& where, const std::vector<Registration>& regi
 
 const Source& current_source() { return source_of_pending(); }
 
-void load_plugin(const fs::path& path) {
+std::string load_plugin(const fs::path& path) {
+  static std::mutex loading;
+  const std::scoped_lock lock(loading);
   const std::string where = path.string();
   const std::string bytes = read_file(where);
   check_library(where, bytes);
@@ -108,7 +111,7 @@ void load_plugin(const fs::path& path) {
   const Source source{file, hash_of(std::as_bytes(std::span(bytes)))};
   static std::map<std::string, std::string> loaded;  // hashes by file
   if (const auto found = loaded.find(file); found != loaded.end()) {
-    if (found->second == source.hash) return;
+    if (found->second == source.hash) return source.hash;
     throw Error{Refusal::input, where, "changed since it was loaded; restart the program"};
   }
 
@@ -127,7 +130,7 @@ void load_plugin(const fs::path& path) {
     throw;
   }
   library.release();
-  loaded.emplace(file, source.hash);
+  return loaded.emplace(file, source.hash).first->second;
 }
 
 }  // namespace kvreplay

@@ -5,13 +5,15 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 namespace kvreplay {
 
 /// Registers the policies and parts of a plug-in, all of them or none; they carry its path and content hash as Source.
-/// A file that is loaded already does nothing. Throws Error{input} for a file that is no plug-in, that is cut off, or
-/// whose names are taken, Error{capability} for one that was made for another kvreplay, compiler or machine. Bytes
-/// that are damaged in another way are run as they are: the system's loader has no checksum.
-void load_plugin(const std::filesystem::path& path);
+/// Returns the hash. A file that is loaded already does nothing. Threads may load at once. Throws Error{input} for a
+/// file that is no plug-in, that is cut off, or whose names are taken, Error{capability} for one that was made for
+/// another kvreplay, compiler or machine. Bytes that are damaged in another way are run as they are: the system's
+/// loader has no checksum.
+std::string load_plugin(const std::filesystem::path& path);
 
 }  // namespace kvreplay

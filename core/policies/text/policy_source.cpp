@@ -57,8 +57,9 @@ void refuse_file(std::string_view name) {
                 file + ":NAME, with NAME a function or class of the file"};
   for (const std::string_view ending : {".so", ".cpp"})
     if (name.ends_with(ending))
-      throw Error{Refusal::usage, file, "a file is not a policy",
-                  "--plugin FILE.so -p NAME, with the shared library that is built from the policy"};
+      throw Error{
+          Refusal::usage, file, "a file is not a policy",
+          "--plugin FILE.so -p NAME (in Python kv.load_plugin), with the shared library that is built from the policy"};
 }
 
 }  // namespace

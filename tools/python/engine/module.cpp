@@ -29,6 +29,7 @@
 #include "machine.h"
 #include "policies/text/configured.h"
 #include "policies/text/layer_ranges.h"
+#include "policies/text/plugin.h"
 #include "policies/text/policy_source.h"
 #include "program.h"
 #include "python_policy.h"
@@ -240,6 +241,8 @@ NB_MODULE(_engine, module) {
         return std::make_pair(policy.name(), policy.params());
       },
       "policy"_a, "Its name and the values of all its parameters, as results have them.");
+  module.def("load_plugin", kvreplay::load_plugin, "path"_a,
+             "Registers the policies and parts of a compiled plug-in; returns the hash of its content.");
   module.def("split_policies", kvreplay::split_policies, "text"_a,
              "The policies of a comma list; @FILE stands for those of that file.");
   module.def("end_of_policy_name", kvreplay::end_of_policy_name, "text"_a,

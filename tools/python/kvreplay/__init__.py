@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvreplay.engine import Trace, measure, open, plan, policy, replay
+    from kvreplay.engine import Trace, load_plugin, measure, open, plan, policy, replay
     from kvreplay.errors import Error
     from kvreplay.example_trace import example
     from kvreplay.laws import check
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from kvreplay.regret_terms import regret
     from kvreplay.results import Run
 
-__all__ = ["BlockEnd", "Error", "Policy", "Rope", "Row", "Run", "Trace", "check", "example", "figure",
-           "from_arrays", "measure", "open", "parameter", "plan", "policy", "regret", "replay"]  # fmt: skip
+__all__ = ["BlockEnd", "Error", "Policy", "Rope", "Row", "Run", "Trace", "check", "example", "figure", "from_arrays",
+           "load_plugin", "measure", "open", "parameter", "plan", "policy", "regret", "replay"]  # fmt: skip
 
 _PLACES = {
     "kvreplay.regret_terms": ("regret",),
-    "kvreplay.engine": ("Trace", "measure", "open", "plan", "policy", "replay"),
+    "kvreplay.engine": ("Trace", "load_plugin", "measure", "open", "plan", "policy", "replay"),
     "kvreplay.errors": ("Error",),
     "kvreplay.example_trace": ("example",),
     "kvreplay.laws": ("check",),

@@ -46,6 +46,16 @@ def open(path: AnyPath) -> Trace:
     return Trace(path)
 
 
+def load_plugin(path: AnyPath) -> None:
+    """Registers the policies and parts of a compiled plug-in, `mine.so`, until this process ends.
+
+    They are then used by name, as built-in ones: `kv.replay(trace, "mine", 0.1)`, `kv.policy.mine(…)`,
+    `ReplayCache(model, "mine", 0.1)`. Raises Error for a file that is not a plug-in of this version of kvreplay. A file
+    that has changed since it was loaded needs a new process.
+    """
+    _engine.load_plugin(os.fsdecode(path))
+
+
 class _Policies:
     """Registered policies as functions of their parameters: `kv.policy.snapkv(window=16)` returns the policy's text.
 
@@ -187,7 +197,6 @@ def _command_line(
             words.append("--" + option.replace("_", "-"))
         elif value is not False and value is not None:
             words += ["--" + option.replace("_", "-"), ",".join(map(str, _several(value)))]
-    _refuse_plugins(words)
     return words, in_memory
 
 
@@ -270,12 +279,4 @@ def decision_and_store(policy: str, layers: int) -> tuple[str, str]:
 
 def program(words: Sequence[str]) -> int:
     """Runs the program `kvreplay` in this process; returns its exit code."""
-    _refuse_plugins(words)
     return _engine.program(list(words))
-
-
-def _refuse_plugins(words: Sequence[str]) -> None:
-    """Rejects plug-ins: a plug-in calls functions of the program that loads it, and Python has h5py's HDF5 instead."""
-    if any(word.startswith("--plugin") for word in words):
-        what, expected = "cannot be combined with a policy in Python", "two command lines with one output folder"
-        raise Error("--plugin", what, expected, "", Refusal.CAPABILITY)

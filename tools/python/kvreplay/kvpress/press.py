@@ -30,7 +30,8 @@ PROBED_TOKEN = 0  # RoPE rotates the keys of every token alike
 class ReplayPress(BasePress):
     """Any policy of kvreplay as a press: `ReplayPress("snapkv:window=32", compression_ratio=0.5)`.
 
-    `policy`: a text as on the command line, the result of `kv.policy.NAME(…)`, or a policy in Python.
+    `policy`: a text as on the command line, the result of `kv.policy.NAME(…)`, or a policy in Python. A policy of a
+    compiled plug-in needs `kv.load_plugin(FILE)` first.
     `compression_ratio`: the evicted share of each layer and head on average.
     """
 
