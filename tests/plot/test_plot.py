@@ -189,6 +189,23 @@ def test_kept_shows_the_share_of_heads_at_each_position(run, tmp_path):
     assert (data["end"] - data["begin"] == 1).all()
 
 
+def test_the_budget_of_a_figure_of_one_budget_is_said(run, tmp_path, capsys):
+    words = ["kept", str(run), "-p", "h2o", "-o", str(tmp_path / "a.svg")]
+    note = "kvreplay: kept: draws budget 0.1, the smallest; use -b for another: 0.2, 0.3\n"
+    assert main(words) == 0 and note in capsys.readouterr().err
+    assert main([*words, "-b", "0.2"]) == 0 and "draws budget" not in capsys.readouterr().err
+
+
+def test_what_takes_seconds_is_said_on_a_terminal_only(run, tmp_path, capsys, monkeypatch):
+    words = ["curve", str(run), "-o", str(tmp_path / "a.svg")]
+    step = f"kvreplay: curve: drawing {run}\n"
+    assert main(words) == 0 and step not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert main(words) == 0 and capsys.readouterr().err.startswith(step)
+    assert main([*words, "-q"]) == 0 and capsys.readouterr().err == ""
+
+
 def test_kept_of_a_long_prompt_is_drawn_in_means_that_lose_no_token(tmp_path):
     run = make_run(tmp_path / "run", [H2O], 2, ["0.1"], [("long", 2500, 0.5)])
     data = drawn("kept", run, tmp_path)

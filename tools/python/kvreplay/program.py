@@ -194,10 +194,24 @@ def print_next_replay(trace: Path) -> None:
     print(f"next     kvreplay replay {shlex.quote(str(trace))} -p snapkv,h2o,chunkkv -b 0.1 -o out")
 
 
+def _on_terminal() -> bool:
+    """Whether stderr is a terminal; it is None if the shell has closed it."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def say_notes(command: str, notes: Iterable[str], quiet: bool = False) -> None:
-    """Prints notes for the reader of the results on stderr, unless `quiet`."""
+    """Prints notes for the reader of the results on stderr, unless `quiet`; on a terminal in lines of its width."""
+    from kvreplay.tables import wrapped  # which imports this module
+
     for note in () if quiet else notes:
-        print(f"kvreplay: {command}: {note}", file=sys.stderr)
+        line = f"kvreplay: {command}: {note}"
+        fits = "\n" in line or not _on_terminal()
+        print(*([line] if fits else wrapped(line, "  ")), sep="\n", file=sys.stderr)
+
+
+def say_step(command: str, step: str, quiet: bool = False) -> None:
+    """Prints a step that takes seconds, on a terminal only, unless `quiet`."""
+    say_notes(command, [step], quiet or not _on_terminal())
 
 
 def _say(line: str) -> None:

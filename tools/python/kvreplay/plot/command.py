@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from kvreplay.errors import Error, Refusal
 from kvreplay.headline import DEFAULT
 from kvreplay.nearest import nearest
-from kvreplay.program import Parser, exit_code, names, require_format, require_least, require_paths, say_notes
+from kvreplay.program import (
+    Parser,
+    exit_code,
+    names,
+    require_format,
+    require_least,
+    require_paths,
+    say_notes,
+    say_step,
+)
 from kvreplay.run_folder import require_run
 from kvreplay.run_names import check_names, split_policies
 from kvreplay.tables import wrapped
@@ -219,6 +228,7 @@ def drawn(arguments: argparse.Namespace, source: Run | TraceFile) -> Drawing:
 def plot(arguments: argparse.Namespace) -> list[Path]:
     """Draws and writes; the files written."""
     check_arguments(arguments)
+    say_step(arguments.kind, f"drawing {arguments.run}", arguments.quiet)
 
     from kvreplay.plot.trace_file import TraceFile
     from kvreplay.results import Run

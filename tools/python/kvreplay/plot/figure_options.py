@@ -174,12 +174,15 @@ class Choice:
 
     def cells(self, trace: TraceFacts) -> list[DrawnCell]:
         """The cells of one trace at one budget that have a fixed set, in the order of `labels`."""
+        budget, *larger = self.budgets
+        if larger:
+            self.notes.append(f"draws budget {budget}, the smallest; use -b for another: {', '.join(larger)}")
         table = self.run.cells
-        table = table[(table["trace"] == trace.name) & (table["budget"] == self.budgets[0])].set_index("label")
+        table = table[(table["trace"] == trace.name) & (table["budget"] == budget)].set_index("label")
         drawn = []
         for label in self.labels(controls=False):
             if label not in table.index:
-                self.notes.append(f"{label} has no cell at budget {self.budgets[0]}")
+                self.notes.append(f"{label} has no cell at budget {budget}")
                 continue
             row = table.loc[[label]].iloc[0]
             selection = self.run.selection_of(row["cell"], trace.boundary)

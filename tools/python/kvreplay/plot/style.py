@@ -87,6 +87,11 @@ def errors_need_logarithms(values: np.ndarray) -> bool:
     return bool(positive.size and (values >= 0).all() and positive.max() >= LOGARITHMIC * positive.min())
 
 
+# Leading digits of logarithmic ticks, the densest first. An axis of memory often has less than a decade.
+COARSE = ((1, 2, 5), (1, 3))
+DIGITS = {"x": ((1, 1.5, 2, 3, 5, 7), (1, 2, 3, 5), *COARSE), "y": COARSE}
+
+
 def logarithmic_axis(axes: Axes, which: str = "y") -> None:
     """A logarithmic x or y axis with plain numbers at its ticks."""
     axes.set(**{f"{which}scale": "log"})
@@ -99,7 +104,7 @@ def logarithmic_axis(axes: Axes, which: str = "y") -> None:
 
 def logarithmic_ticks(axis: Axis, span: float, most: float) -> None:
     """At most `most` ticks with plain numbers at round values. `span`: the end of the axis over its beginning."""
-    digits = next((one for one in ((1, 2, 5), (1, 3)) if len(one) * np.log10(span) <= most), (1,))
+    digits = next((one for one in DIGITS[axis.axis_name] if len(one) * np.log10(span) <= most), (1,))
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
     axis.set_minor_locator(NullLocator())

@@ -24,7 +24,7 @@ from kvreplay.plot.style import Drawing, logarithmic_axis, logarithmic_ticks
 PANEL = (2.9, 2.4)  # inches
 MEMORY = "kv_bytes"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
-FRONT = "#c4c4c4"
+FRONT = {"color": "black", "linewidth": 0.8, "zorder": 1}  # unlike the lines of policies, and of controls in grey
 FULL_BITS = 16  # bits per number of the full cache on the second axis
 
 
@@ -45,14 +45,14 @@ def draw(choice: Choice) -> Drawing:
     names, logarithmic, below = never_zero(choice, points, labels)
     panels = LinePanels(
         choice, {label: label for label in names}, PANEL, title=f"{choice.metric_words} by memory",
-        subtitle="a point for each budget; circles and grey steps: Pareto front, controls excluded; controls in grey",
+        subtitle="a point for each budget; circles and black steps: Pareto front, controls excluded; controls in grey",
         caption=choice.caption(below, interval_words(points["traces"], prompts)),
         below=BELOW if np.isnan(full) else 2 * BELOW,
     )  # fmt: skip
     drawn = points[points["policy"].isin(names)]
     front = drawn[drawn["on_front"]]
     for axis, members, ends in panels:
-        axis.step(front["memory"], front["mean"], where="post", color=FRONT, linewidth=3, zorder=1)
+        axis.step(front["memory"], front["mean"], where="post", **FRONT)
         for label in members:
             line, look = points[points["policy"] == label], choice.looks[label] | {"markevery": 1}
             pieces = [line.iloc[[i]] for i in range(len(line))] if line["budget_free"].any() else [line]
