@@ -84,10 +84,13 @@ def write_hostile(folder: Path) -> Path:
     return folder
 
 
-def write_live(run: Path) -> Path:
-    """Adds numbers of a live model to a run: its KL divergence, which falls while recall rises."""
+def write_live(run: Path, **only: str) -> Path:
+    """Adds numbers of a live model to a run: its KL divergence, which falls while recall rises. `only`: the value of a
+    column in the rows to write, as budget."""
     rows = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
     rows = rows[(rows["metric"] == "attention_recall") & (rows["variant"] == "") & (rows["layer"] == "all")]
+    for column, value in only.items():
+        rows = rows[rows[column] == value]
     kld = (1 - rows["value"].astype(float)).astype(str)
     live = rows.assign(metric="kld", unit="nats", value=kld, decisions="replayed", device="cpu", dtype="float32",
                        model_hash="0", text="")  # fmt: skip

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -23,6 +24,7 @@ from kvreplay.plot.command import main as plot
 from kvreplay.results import Run
 
 SHADES = 16
+LONG = "window=32,kernel=5,pool=avg,heads=query"  # parameters
 TRACE = "smollm2-135m-needle"
 
 
@@ -402,6 +404,19 @@ def test_nothing_is_wider_than_the_window(width, page, look):
         "all => all.filter((one) => one.checkVisibility() && parseFloat(getComputedStyle(one).fontSize) < 12).length",
     )
     assert small == 0
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_the_token_panel_and_the_budget_are_shown_whole(width, tmp_path, look):
+    run = make_run(tmp_path / "run", [SNAPKV, CHUNKKV, replace(SNAPKV, params=LONG)], budgets=["0.1"])
+    window = look(write_report(run), width=width)
+    window.hover("#token-0-40")
+    cut = """all => all.filter((one) => (getComputedStyle(one).display !== "inline"
+      && one.scrollWidth > one.clientWidth + 1) || one.getBoundingClientRect().right > innerWidth)
+      .map((one) => one.outerHTML)"""
+    assert window.locator("#token .name").count() == 6
+    assert window.eval_on_selector_all("#token, #token *", cut) == []
+    assert window.evaluate("document.getElementById('budget').offsetWidth") > 120
 
 
 def test_motion_is_only_for_those_who_want_it(page, look):
@@ -870,6 +885,14 @@ def rows_shown(window, table: str) -> list[list[str]]:
 def test_a_run_of_one_trace_has_no_means_over_traces(page, look):
     window = look(page)
     assert not window.is_visible("#traces") and not window.is_visible("#live")
+
+
+def test_a_page_opens_at_a_budget_with_live_numbers(tmp_path, look):
+    run = write_live(make_run(tmp_path / "run", [SNAPKV], budgets=["0.1", "0.2"]), budget="0.2")
+    window = look(write_report(run))
+    assert window.input_value("#budget") == "0.2" and "live.kld" in window.inner_text("#headline")
+    window.evaluate("location.hash = '#budget=0.1'")
+    window.wait_for_function("document.getElementById('budget').value === '0.1'")
 
 
 def test_offline_and_live_numbers_stand_beside_each_other(many, look):

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from make_run import CHUNKKV, H2O, SNAPKV, Policy, make_run
-from make_special import HOSTILE, write_hostile, write_largest
+from make_special import HOSTILE, write_hostile, write_largest, write_live
 from program import done
 from run_pages import POLICIES, TRACE, cell_of, kept_by, opened, write_report
 from scipy.stats import rankdata
@@ -392,11 +392,36 @@ def test_layers_left_as_they_are_have_no_sets(tmp_path):
         np.testing.assert_array_equal(np.unpackbits(raw, bitorder="little").reshape(kept.shape), kept)
 
 
+def test_a_page_opens_at_the_trace_and_the_budget_with_most_live_numbers(tmp_path):
+    run = make_run(tmp_path / "run", traces=[("a", 200, 0.4), ("b", 200, 0.4)], budgets=["0.1", "0.2", "0.5"])
+
+    def opening() -> list[tuple[str, str]]:
+        return [(trace["name"], trace["opens_at"]) for trace in read(write_report(run))["traces"]]
+
+    assert opening() == [("a", "0.1")]
+    write_live(run, trace="b", budget="0.5")
+    assert opening() == [("b", "0.5")]
+
+
+def test_reading_is_said_on_a_terminal_only(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "run", budgets=["0.1"])
+    step = f"kvreplay: report: reading {run}\n"
+    write_report(run)
+    assert step not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "1000")
+    write_report(run)
+    assert capsys.readouterr().err.startswith(step)
+    write_report(run, "-q")
+    assert capsys.readouterr().err == ""
+
+
 def test_policies_budgets_and_traces_can_be_chosen(tmp_path, capsys):
     many = make_run(tmp_path / "many", traces=[(f"trace-{i}", 200, 0.4) for i in range(3)])
     first = read(write_report(many))
     assert [t["name"] for t in first["traces"]] == ["trace-0"]
-    assert "1 of 3 traces shown; use --trace for others" in capsys.readouterr().err
+    note = "1 of 3 traces shown (a page shows one by default): trace-0; omitted: trace-1, trace-2; use --trace to show"
+    assert note in capsys.readouterr().err
     two = read(write_report(many, "--trace", "trace-2", "--trace", "trace-1", "-p", "snapkv,random", "-b", "0.2"))
     assert [t["name"] for t in two["traces"]] == ["trace-1", "trace-2"]
     assert {(budget["budget"], cell["label"]) for _, budget, cell in cells_of(two)} == {

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvreplay.program import Parser, exit_code, names, require_format, say_notes, writing
+from kvreplay.program import Parser, exit_code, names, require_format, say_notes, say_step, writing
 from kvreplay.run_folder import require_run
 from kvreplay.run_names import check_names, split_policies
 
@@ -29,7 +29,7 @@ def parser() -> Parser:
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
         help="budgets to show, as given to replay (default: all)")  # fmt: skip
     add("--trace", metavar="NAME,…", action="extend", type=names, default=[],
-        help="traces to show; repeatable (default: the first)")  # fmt: skip
+        help="traces to show; repeatable (default: the first, or the first with live numbers)")  # fmt: skip
     add("--baseline", metavar="POLICY", default="",
         help="baseline of the comparison over traces (default: the first policy of the page)")  # fmt: skip
     add("--no-text", action="store_true", help="show positions in place of the text of the prompt")
@@ -44,6 +44,7 @@ def report(arguments: argparse.Namespace) -> Path:
     policies = split_policies(arguments.policies)
     check_names([arguments.run], policies=policies, baseline=arguments.baseline, budgets=arguments.budgets,
                 traces=arguments.trace)  # fmt: skip
+    say_step("report", f"reading {arguments.run}", arguments.quiet)
 
     from kvreplay.report.content import Page
     from kvreplay.report.page import written

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvreplay.run_names import chosen_labels, metric_names, pick
 from kvreplay.tables import records
 
 COLOUR_STOPS = 33  # of the heatmaps' colour map; the page draws straight lines between them
+MOST_NAMES = 6  # in a note
 # The order in which a page looks for two policies to open with, and a comparison for its baseline. It is our choice.
 FIRST_POLICIES = (
     "snapkv",
@@ -109,7 +110,7 @@ class Page:
         text: bool = True,
         baseline: str = "",
     ) -> None:
-        """Defaults: the first trace, every policy, every budget, and the first of `opening` as the baseline of the
+        """Defaults: one trace, every policy, every budget, and the first of `opening` as the baseline of the
         comparison over traces. The page shows the baseline also if `policies` lacks it. `text`: whether the page
         contains the prompts."""
         self.run, self.text = run, text
@@ -125,8 +126,10 @@ class Page:
         self.traces = self._traces(traces, known)
         self.whole, self.by_layer = headline_values(run, self.traces)
         self.half_widths = headline_half_widths(run, self.traces)
-        if len(self.traces) < len(known):
-            self.notes.append(f"{len(self.traces)} of {len(known)} traces shown; use --trace for others")
+        if omitted := [name for name in known if name not in self.traces]:
+            by_default = "" if traces else " (a page shows one by default)"
+            self.notes.append(f"{len(self.traces)} of {len(known)} traces shown{by_default}: {listed(self.traces)}; "
+                              f"omitted: {listed(omitted)}; use --trace to show others")  # fmt: skip
         failed = [cell for cell in run.failed if cell.get("trace") in self.traces]
         if failed:
             self.notes.append(f"{len(failed)} failed cells, listed in the table")
@@ -167,12 +170,12 @@ class Page:
                 left_out.setdefault(one.what, {})[one.of] = None
         self.content["planes"] = list(stock.places)
         for what, of in left_out.items():
-            names = ", ".join(list(of)[:6]) + (f" and {len(of) - 6} more" if len(of) > 6 else "")
-            self.notes.append(f"page too large: without {what} of {names}; use --trace, -p or -b to show less")
+            self.notes.append(f"page too large: without {what} of {listed(of)}; use --trace, -p or -b to show less")
         self.content["notes"] = self.notes
 
     def _traces(self, asked: Sequence[str], known: list[str]) -> list[str]:
-        """The requested traces that have a cell to show; without a request, the first trace that has one."""
+        """The requested traces that have a cell to show; without a request one of them, the first with live numbers if
+        there are any."""
         cells = self.run.cells
         cells = cells[cells["label"].isin(self.labels) & cells["budget"].isin(self.choice.budgets)]
         wanted = pick("--trace", "trace", asked, known) if asked else known
@@ -184,7 +187,10 @@ class Page:
         if asked:
             self.notes += [f"{name} is omitted: no cell of these policies at these budgets"
                            for name in wanted if name not in found]  # fmt: skip
-        return found if asked else found[:1]
+        if asked:
+            return found
+        live = set(self.run.live["trace"])
+        return [next((name for name in found if name in live), found[0])]
 
     def _of_last_call(self) -> bool:
         """Whether run.json describes the call that replayed one of these traces."""
@@ -301,6 +307,10 @@ class Page:
                     cell["bytes"] = lines[row["cell"]].values.get(table.MEMORY)
                     cell["front"] = fronts[row["cell"]]
                 found["budgets"].append({"budget": budget, "failed": self._failed(facts.name, budget)} | of_budget)
+        live = self.run.live
+        measured = cells[cells["cell"].isin(live["cell"][live["trace"] == facts.name])]["budget"].value_counts()
+        shown = [one["budget"] for one in found["budgets"]]
+        found["opens_at"] = max(shown, key=lambda budget: measured.get(budget, 0), default=None)
         return found
 
     def _line(self, row: Any, facts: TraceFacts) -> table.Line:
@@ -430,6 +440,12 @@ def shown_lines(compared: Comparison, metrics: set[str], verdicts: bool) -> Iter
             yield {"metric": line.metric, "budget": line.budget, "label": line.policy, "own_memory": line.own_memory,
                    "texts": [text.strip() for text in compared.line_texts(line)[1:end]],
                    "numbers": {name: numbers[name] for name in names}}  # fmt: skip
+
+
+def listed(names: Collection[str]) -> str:
+    """Names for a note: the first of many."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(list(names)[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def rounded(value: float | None) -> float | None:

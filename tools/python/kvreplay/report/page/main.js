@@ -18,7 +18,9 @@ async function chooseTrace() {
   shown.trace = page.traces.find((trace) => trace.name === $("trace").value);
   const { trace } = shown, { columns } = trace;
   $("line").textContent = plain([trace.name, trace.model, trace.line].join("   "));
+  const opens = $("budget").value === "" && !requested.has("budget");
   fill($("budget"), trace.budgets.map((budget) => [budget.budget, `${budget.budget} (${budget.tokens} tokens)`]));
+  if (opens && trace.opens_at !== null) $("budget").value = trace.opens_at;
   fill($("layer"), [[-1, "all"], ...trace.layers.map((layer, i) => [i, layer])]);
   const cells = trace.budgets.flatMap((budget) => budget.cells);
   const byLayer = columns.filter((i) => cells.some((cell) => cell.by_layer[i]) && i !== 0);
