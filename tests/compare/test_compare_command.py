@@ -401,3 +401,46 @@ def test_without_pandas_it_says_what_to_install(run):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
     assert (done.returncode, done.stdout) == (4, "")
     assert done.stderr == "kvreplay: compare: pandas is not installed; run pip install pandas\n"
+
+
+def test_the_table_shows_parameters_that_differ_from_the_defaults(tmp_path, capsys):
+    """Also where the run has one cell of the policy. Data keep the label, and the shown name is accepted."""
+    metrics = {"attention_recall": BASE}
+    policies = {"chunkkv:chunk=4,reuse=1": metrics, "snapkv:window=8,kernel=3": metrics,
+                "snapkv:window=4,kernel=3": metrics}  # fmt: skip
+    run = write_run(tmp_path / "run", policies, SIX)
+    assert main([str(run), "--baseline", "chunkkv:chunk=4"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "baseline  chunkkv:chunk=4" in said
+    assert any(line.startswith("difference: policy minus baseline (chunkkv:chunk=4),") for line in said)
+    shown = {line.split()[0] for line in said if line.startswith(("snapkv", "chunkkv"))}
+    assert shown == {"chunkkv:chunk=4", "snapkv:window=4,kernel=3", "snapkv:window=8,kernel=3"}
+    named = set(lines(capsys, run, "--baseline", "chunkkv").reset_index()["policy"])
+    assert named == {"chunkkv", "snapkv:window=4", "snapkv:window=8"}
+
+
+@pytest.mark.parametrize(("metrics", "open_loop"), [("live.kld", False), ("kld,attention_recall", True)])
+def test_live_metrics_are_named_and_explained_as_in_other_tables(tmp_path, capsys, metrics, open_loop):
+    values = {"attention_recall": BASE, "kld": BASE}
+    better = {"attention_recall": "higher", "kld": "lower"}
+    run = write_run(tmp_path / "run", {"base": values, "other": values}, SIX, better=better)
+    assert main([str(run), "--baseline", "base", "--metric", metrics]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "live.kld (nats), budget 0.1" in said
+    assert "live.*: measured in the live model that decodes with these kept sets (closed loop)" in said
+    explained = "OPEN LOOP: queries as captured under the full cache"
+    assert said.count("OPEN LOOP") == 2 * open_loop and (explained in said) == open_loop
+    assert document(capsys, run, "--baseline", "base", "--metric", metrics)["open_loop"] == open_loop
+
+
+def test_notes_are_as_wide_as_the_terminal(tmp_path, capsys, monkeypatch):
+    run = write_run(tmp_path / "run", {"base": VALUES["base"], "a": VALUES["a"]}, SIX)
+    words = [str(run), "--baseline", "base"]
+    assert main(words) == 0
+    notes = capsys.readouterr().err
+    assert max(map(len, notes.splitlines())) > 80
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert max(map(len, said.splitlines())) <= 80 and said.split() == notes.split()

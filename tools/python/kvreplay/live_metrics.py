@@ -29,3 +29,13 @@ def _metrics() -> tuple[LiveMetric, ...]:
 
 METRICS = _metrics()
 BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def is_live(metric: str) -> bool:
+    """Whether NAME[:VARIANT] is measured in the live model."""
+    return metric.partition(":")[0] in BY_NAME
+
+
+def shown_name(metric: str) -> str:
+    """NAME[:VARIANT] as tables show it: metrics of the live model begin with live."""
+    return f"live.{metric}" if is_live(metric) else metric

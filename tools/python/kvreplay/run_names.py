@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreplay.errors import Error, Refusal
-from kvreplay.live_metrics import BY_NAME as LIVE
+from kvreplay.live_metrics import is_live
 from kvreplay.nearest import nearest
 from kvreplay.parameters import of_policy, parameters, split_outside_parentheses
 from kvreplay.skill import SKILL, TWIN
@@ -76,6 +76,19 @@ def labels_of(cells: Iterable[Cell]) -> dict[Cell, str]:
             suffix = ",".join(f"{name}={one[name]}" for name in differ if name in one)
             names[key] = f"{policy}:{suffix}" if suffix else policy
     return {cell: names[key_of(cell)] for cell in cells}
+
+
+def with_settings(label: str, policy: str, params: str) -> str:
+    """The label with the parameters that differ from the defaults of its policy, as the table of replay shows them.
+    Without the engine, or for a policy that the engine does not know, the label."""
+    try:
+        from kvreplay import _engine
+
+        settings = parameters(_engine.label(f"{policy}:{params}").partition(":")[2]) if params else {}
+    except (ImportError, Error):
+        return label
+    values = parameters(label.partition(":")[2]) | settings
+    return f"{policy}:" + ",".join(f"{name}={value}" for name, value in values.items()) if values else label
 
 
 def chosen_labels(flag: str, cells: pd.DataFrame, asked: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -187,5 +200,5 @@ def check_names(
     later = {name.partition(":")[0] for name in known}
     asked = [name for name in every[3] if name not in later]
     if any((folder / "live.csv").exists() for folder in runs):
-        asked = [name for name in asked if name.partition(":")[0] not in LIVE]
+        asked = [name for name in asked if not is_live(name)]
     pick_metrics(asked, sorted(known))

@@ -19,7 +19,7 @@ def parser() -> Parser:
         prog="kvreplay compare",
         description="Compares policies with a baseline on the same traces at the same budgets: mean paired difference, "
         "its 95 % bootstrap interval over prompts, p-value of the sign-flip test, Holm-corrected over all printed "
-        "lines. Numbers are open loop: queries as captured under the full cache.",
+        "lines. Offline metrics are open loop: queries as captured under the full cache.",
         examples=(
             "kvreplay compare out --baseline snapkv",
             "kvreplay compare out-1 out-2 --baseline h2o --metric attention_recall -b 0.1 --data compare.csv",

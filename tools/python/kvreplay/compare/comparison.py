@@ -11,8 +11,9 @@ import pandas as pd
 from kvreplay.compare import statistics
 from kvreplay.errors import Error, Refusal
 from kvreplay.headline import default_metric
+from kvreplay.live_metrics import is_live, shown_name
 from kvreplay.results import CELL, Run, labels, untold_note
-from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics
+from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics, with_settings
 from kvreplay.skill import SKILL
 from kvreplay.tables import narrowed, records, wrapped
 
@@ -27,7 +28,8 @@ VALUE = ["trace", "name", "budget", "label"]  # what tells one value from anothe
 
 class Comparison:
     """The lines of `statistics.paired`, and where they come from: `rows`, one value each (see VALUE), `cluster`, the
-    number of each trace's prompt, `better` (higher, lower or neither) and `units` by name, and `notes`."""
+    number of each trace's prompt, `shown`, the text of each label in the table, `better` (higher, lower or neither) and
+    `units` by name, and `notes`."""
 
     def __init__(
         self,
@@ -77,6 +79,8 @@ class Comparison:
         for column, wanted in (("label", compared), ("budget", literals), ("name", names)):
             rows = rows.sort_values(column, key=lambda one: one.map(wanted.index), kind="stable")  # noqa: B023
         refuse_two_values(rows)
+        of_compared = table[table["label"].isin(compared)][["label", "policy", "params"]].drop_duplicates("label")
+        self.shown = {one[0]: with_settings(*one) for one in of_compared.itertuples(index=False, name=None)}
         identities = rows[["trace_hash", "trace"]].drop_duplicates("trace_hash")
         self.cluster = prompts_of(identities, runs, same_prompt)
         unknown = [] if same_prompt else without_prompt_hash(identities, runs)
@@ -161,7 +165,7 @@ class Comparison:
             self.notes.append(f"not at equal memory, so no p and no verdict: {', '.join(own)}")
         compared = self.lines[self.lines["policy"] != self.baseline]
         for line in compared[compared["pairs"] == 0].itertuples():
-            place = f"{line.metric} of {line.policy} at budget {line.budget}"
+            place = f"{shown_name(line.metric)} of {self.shown[line.policy]} at budget {line.budget}"
             self.notes.append(f"{place}: in no trace together with the baseline")
         of_baseline = self.lines[self.lines["policy"] == self.baseline].set_index(["metric", "budget"])["traces"]
         fewer = [line.traces < of_baseline.get((line.metric, line.budget), 0) for line in compared.itertuples()]
@@ -175,10 +179,15 @@ class Comparison:
                 f"few prompts ({fewest}): intervals are too narrow, and the smallest possible p is {smallest:.3g}"
             )
 
+    @property
+    def is_open_loop(self) -> bool:
+        """Whether some metric is not measured in the live model."""
+        return not all(map(is_live, self.lines["metric"]))
+
     def document(self) -> dict:
         """The comparison for JSON."""
         return {
-            "open_loop": True,
+            "open_loop": self.is_open_loop,
             "synthetic": bool(self.synthetic),
             "runs": self.runs,
             "models": self.models,
@@ -201,23 +210,29 @@ class Comparison:
         tables = []
         for place, row in zip(self.lines[["metric", "unit", "budget"]].itertuples(index=False), rows, strict=True):
             unit = "" if pd.isna(place.unit) else f" ({place.unit})"
-            heading = f"{place.metric}{unit}, budget {place.budget}"
+            heading = f"{shown_name(place.metric)}{unit}, budget {place.budget}"
             tables += [row] if heading in tables else ["", heading, titles, row]
         count = int(self.lines["p"].notna().sum())
-        foot = [f"difference: policy minus baseline ({self.baseline}), mean over traces; intervals: bootstrap over "
+        baseline = self.shown[self.baseline]
+        foot = [f"difference: policy minus baseline ({baseline}), mean over traces; intervals: bootstrap over "
                 f"prompts, seed {self.seed}; p: sign flips of prompts;",
                 f"* Holm-corrected p below 0.05, over all comparisons of these tables: {count}"]  # fmt: skip
+        if self.is_open_loop:
+            foot.append("OPEN LOOP: queries as captured under the full cache")
+        if any(map(is_live, self.lines["metric"])):
+            foot.append("live.*: measured in the live model that decodes with these kept sets (closed loop)")
         if omitted:
             names = ", ".join(omitted).replace("95 % interval", "95 % interval of the mean")
             foot.append(f"columns not shown in this width: {names}; use --data FILE.csv or --json")
-        lines = [f"{head}        OPEN LOOP", f"baseline  {self.baseline}"]
+        lines = [head + ("        OPEN LOOP" if self.is_open_loop else ""), f"baseline  {baseline}"]
         return "\n".join([*(part for line in lines for part in wrapped(line)), *tables, "",
                           *(part for line in foot for part in wrapped(line))])  # fmt: skip
 
     def line_texts(self, line) -> tuple[str, ...]:
         """The texts of TITLES for one line; undefined values are dashes."""
         own = line.policy == self.baseline
-        policy = f"({line.policy})" if line.role == "control" else line.policy
+        shown = self.shown[line.policy]
+        policy = f"({shown})" if line.role == "control" else shown
         first = (policy, heads_shown(line), str(line.traces), number(line.mean), interval(line.low, line.high))
         if own:
             return (*first, "baseline", *[""] * 4)
