@@ -3,8 +3,9 @@
 #
 # A *trace* holds the queries, keys and values that a language model computed for one prompt. kvreplay applies
 # KV-cache eviction policies to them without running the model again. It measures which tokens each policy keeps,
-# and how much of the attention it loses. This notebook needs `pip install 'kvreplay[notebooks]'`, no model and no
-# GPU, and runs in some ten seconds on two CPU cores.
+# and how much of the attention it loses. This notebook needs the extra `notebooks`, no model and no GPU, and runs in
+# some ten seconds on two CPU cores. To install the extra, run `pip install '.[notebooks]'` in a checkout, or
+# `pip install './FILE.whl[notebooks]'` with the wheel.
 
 # %%
 import pandas as pd
@@ -98,6 +99,6 @@ rows.pivot_table("value", "layer", "label").describe().loc[["mean", "min", "max"
 # - `kv.replay(..., output="out/mine")` writes the results into a folder. `kvreplay report out/mine` writes one HTML
 #   page with all of them, `kvreplay plot` draws single figures.
 # - `kvreplay capture --model NAME --prompt TEXT -o mine.h5` captures a trace of your own model, with
-#   `pip install 'kvreplay[capture]'`.
+#   the extra `capture`.
 # - `kvreplay policies` lists all policies, `help(kv.replay)` all options. [docs/python.md](../docs/python.md) describes
 #   the Python package.
