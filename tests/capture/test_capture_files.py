@@ -282,6 +282,19 @@ def test_a_missing_package_is_named(model_folder: Folder, tmp_path: Path) -> Non
     assert done.stderr == loading + said
 
 
+def test_printed_lines_are_as_wide_as_the_terminal(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["--model", str(model_folder("llama")), "--prompt", "Rain " * 9, "-o", "t.h5", "--progress", "never"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert heads == ["trace", "rope", "verify", "memory", "next"] and len(lines) > len(heads)
+
+
 def test_progress_in_a_pipe(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +32,15 @@ from kvreplay.nearest import nearest
 from kvreplay.program import Parser, exit_code, names, print_next_replay, say_notes, size
 from kvreplay.sweep.options import add_executor
 from kvreplay.sweep.progress import duration
+from kvreplay.tables import wrapped
 
 if TYPE_CHECKING:
+    from kvreplay.capture.capture import Captured
     from kvreplay.capture.observe import Layers
     from kvreplay.capture.prompts import Prompt
     from kvreplay.capture.rope import Rope
 
+INDENT = " " * len("memory   ")  # of the second line of a fact
 MOST_LAYERS = 65535  # of a trace
 DESCRIPTION = """Captures queries, keys and values of a language model as a trace. The continuation is generated or
 given; then one pass over all tokens computes the layers. Each layer is written as soon as it is computed and checked
@@ -184,13 +187,17 @@ def parser() -> Parser:
     return build
 
 
+def _refuse_one_file(output: Path, prompts: int) -> None:
+    """Rejects the name of a trace as the output of several prompts."""
+    if prompts > 1 and output.suffix == ".h5":
+        raise Error("-o", f"{prompts} prompts, one trace each", "a folder (-o FOLDER)", str(output), Refusal.USAGE)
+
+
 def _outputs(output: Path, names: Sequence[str], several: bool, force: bool) -> list[Path]:
     """One path a prompt, each new (or --force), and their folder."""
     from kvreplay.trace import refuse_existing
 
     is_folder = output.is_dir() or several
-    if is_folder and output.suffix == ".h5":
-        raise Error("-o", f"{len(names)} prompts", "a folder", str(output), Refusal.USAGE)
     paths = [output / f"{name}.h5" for name in names] if is_folder else [output]
     for path in paths:
         refuse_existing(path, force)
@@ -213,6 +220,26 @@ def _rotation(rope: Rope | None) -> str:
     return (
         f"{rotating} of {layers} layers have RoPE; smallest margin in layer {rope.closest.layer}: "
         f"error {rope.closest.error:.2e}, next best {rope.closest.next_best:.2e}"
+    )
+
+
+def _lines(captured: Captured, path: Path) -> Iterator[str]:
+    """Yields the lines that describe a finished capture, wrapped to the width of the terminal."""
+    worst = captured.worst
+    facts = (
+        f"prompt {captured.prompt_tokens} + continuation {captured.tokens - captured.prompt_tokens} tokens",
+        f"{captured.layers} layers",
+        f"{captured.query_heads} query / {captured.kv_heads} KV heads",
+        captured.dtype,
+        f"{path.stat().st_size / 1e6:.1f} MB",
+    )
+    yield from wrapped(f"trace    {path}  " + "   ".join(facts), INDENT)
+    yield from wrapped(f"rope     {_rotation(captured.rope)}", INDENT)
+    yield from wrapped(
+        f"verify   {captured.checked_queries} queries per layer recomputed from the trace: largest deviation "
+        f"{worst.found:.2e} of sum a|v|, rounding allows {worst.allowed:.2e} "
+        f"(layer {worst.layer}, head {worst.head}, query {worst.position})",
+        INDENT,
     )
 
 
@@ -262,6 +289,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.reconstruct_at and not arguments.reconstruct:
         expected = "--reconstruct chunks or --reconstruct whole beside it"
         raise Error("--reconstruct-at", "no passes", expected, arguments.reconstruct_at, Refusal.USAGE)
+    _refuse_one_file(arguments.output, max(arguments.count or 1, len(set(arguments.only or ()))))
     model_choices = ModelChoices.of(arguments)
     model_choices.check()
 
@@ -333,19 +361,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         say_notes("capture", [f"{prompt.name}: prompt {number} of {len(prompts)}{generated}"], hides_progress)
         progress = partial(progress_of, prompt.name, arguments=arguments)
         captured = capture(model, tokenizer, prompt, path, choices, progress)
-        worst = captured.worst
-        print(
-            f"trace    {path}  prompt {captured.prompt_tokens} + continuation "
-            f"{captured.tokens - captured.prompt_tokens} tokens   "
-            f"{captured.layers} layers   {captured.query_heads} query / {captured.kv_heads} KV heads   "
-            f"{captured.dtype}   {path.stat().st_size / 1e6:.1f} MB\n"
-            f"rope     {_rotation(captured.rope)}\n"
-            f"verify   {captured.checked_queries} queries per layer recomputed from the trace: largest deviation "
-            f"{worst.found:.2e} of sum a|v|, rounding allows {worst.allowed:.2e} "
-            f"(layer {worst.layer}, head {worst.head}, query {worst.position})\n"
-            f"memory   peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture",
-            flush=True,
-        )
+        memory = f"peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture"
+        print("\n".join([*_lines(captured, path), *wrapped(f"memory   {memory}", INDENT)]), flush=True)
     if getattr(tokenizer, "chat_template", None) and not arguments.chat and not all(one.messages for one in prompts):
         note = "the model has a chat template: --chat applies it; without it the model may not answer"
         say_notes("capture", [note], arguments.quiet)
