@@ -92,6 +92,7 @@ void measure_all_queries(Backend& backend, const Trace& trace, const TraceWork& 
 CellRecord asked_again(const CellRecord& earlier, const CellRecord& now) {
   CellRecord cell = earlier;
   cell.budget = now.budget;
+  cell.protected_fill_budget = now.protected_fill_budget;
   if (now.role == "asked") cell.role = now.role;
   return cell;
 }
@@ -488,6 +489,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   }
   RunSummary summary{.output = request.output, .detail = request.detail};
   summary.warnings = budgets_above_prompt(request, works);
+  std::ranges::move(budgets_of_protected_tokens(request, works), std::back_inserter(summary.warnings));
   Tally tally;
   std::optional<Error> refused;  // the first trace whose numbers are refused
   for (std::size_t i = 0; i < works.size(); ++i) {

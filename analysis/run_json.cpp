@@ -121,6 +121,7 @@ Json cell_json(const CellRecord& cell) {
                  {"budget_tokens", cell.budget_tokens},
                  {"own_memory", cell.own_memory},
                  {"state", word(cell.state)}};
+  if (cell.protected_fill_budget) result["protected_fill_budget"] = true;
   if (!cell.source.empty()) result["source"] = cell.source;
   if (!cell.error.empty()) result["error"] = cell.error;
   return result;
@@ -133,6 +134,7 @@ CellRecord cell_of(const Json& cell) {
   record.budget = text("budget");
   record.budget_tokens = cell.value("budget_tokens", 0);
   record.own_memory = cell.value("own_memory", false);
+  record.protected_fill_budget = cell.value("protected_fill_budget", false);
   record.state = text("state") == word(CellState::failed) ? CellState::failed : CellState::done;
   record.source = text("source");
   record.error = text("error");

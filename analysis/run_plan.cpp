@@ -1,6 +1,7 @@
 #include "analysis/run_plan.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <climits>
@@ -271,11 +272,8 @@ void check_cells(TraceWork& work, const Trace& trace) {
       for (const Conditions* conditions : {&work.conditions, work.all_queries ? &*work.all_queries : nullptr})
         if (conditions != nullptr)
           check_policy(trace, *conditions, cell.policy, cell.facts.budget_tokens, share_of_seen(cell.facts));
-      if (cell.facts.role == "asked" &&
-          protected_tokens_fill_budget(trace, work.conditions, cell.policy, cell.facts.budget_tokens))
-        work.warn(
-            fmt::format("{}: {} at budget {}: protected tokens fill the budget, the policy selects no other token",
-                        work.facts.name, cell.facts.label, cell.facts.budget));
+      cell.facts.protected_fill_budget =
+          protected_tokens_fill_budget(trace, work.conditions, cell.policy, cell.facts.budget_tokens);
       if (const std::string instead = without_question(trace, work.conditions, cell.policy);
           cell.facts.role == "asked" && !instead.empty())
         work.warn(fmt::format("{}: the prompt does not end with a question span: {} {}", work.facts.name,
@@ -394,6 +392,20 @@ void check_spans(const RunRequest& request, const std::vector<TraceWork>& works)
   }
 }
 
+void add_once(std::vector<std::string>& names, const std::string& name) {
+  if (std::ranges::find(names, name) == names.end()) names.push_back(name);
+}
+
+/// "snapkv, which selects no other token", or the number of policies and the first names.
+std::string filled_policies(const std::vector<std::string>& filled, std::size_t asked) {
+  constexpr std::size_t most_names = 3;
+  if (filled.size() == 1) return filled.front() + ", which selects no other token";
+  const std::size_t named = std::min(filled.size(), most_names);
+  return fmt::format("{} of {} policies, which select no other token: {}{}", filled.size(), asked,
+                     fmt::join(std::span(filled).first(named), ", "),
+                     named == filled.size() ? "" : fmt::format(" and {} more", filled.size() - named));
+}
+
 }  // namespace
 
 void check_names(std::span<const fs::path> traces) {
@@ -432,6 +444,35 @@ std::vector<std::string> budgets_above_prompt(const RunRequest& request, std::sp
                                        ? fmt::format("{} ({} tokens)", first->facts.name, first->conditions.boundary)
                                        : fmt::format("{} traces", count)));
   }
+  return warnings;
+}
+
+std::vector<std::string> budgets_of_protected_tokens(const RunRequest& request, std::span<const TraceWork> works) {
+  constexpr const char* remedy = "fewer protected tokens (parameters window, sinks, recent, or --protect)";
+  std::vector<std::string> warnings, budget_free;
+  for (const Budget& budget : request.budgets) {
+    std::set<std::string> asked;
+    std::vector<std::string> filled;
+    std::set<std::string> traces, traces_filled;
+    for (const TraceWork& work : works)
+      for (const CellWork& cell : work.cells) {
+        const CellRecord& facts = cell.facts;
+        if (facts.role != "asked" || !facts.error.empty() || facts.budget != budget.literal) continue;
+        if (facts.protected_fill_budget) add_once(facts.own_memory ? budget_free : filled, facts.label);
+        if (facts.own_memory) continue;
+        asked.insert(facts.label);
+        traces.insert(work.facts.name);
+        if (facts.protected_fill_budget) traces_filled.insert(work.facts.name);
+      }
+    if (filled.empty()) continue;
+    warnings.push_back(fmt::format(
+        "budget {}{}: protected tokens fill the budget of {}; use a larger budget or {}", budget.literal,
+        traces_filled.size() == traces.size() ? ""
+                                              : fmt::format(" in {} of {} traces", traces_filled.size(), traces.size()),
+        filled_policies(filled, asked.size()), remedy));
+  }
+  for (const std::string& label : budget_free)
+    warnings.push_back(fmt::format("{}: keeps only protected tokens at every budget; use {}", label, remedy));
   return warnings;
 }
 

@@ -19,4 +19,7 @@ std::shared_ptr<const Trace> opened(const RunRequest& request, const TraceWork& 
 /// One line for each budget, in tokens or bytes, that holds whole prompts.
 std::vector<std::string> budgets_above_prompt(const RunRequest& request, std::span<const TraceWork> works);
 
+/// One line for each budget that protected tokens fill in some policy of the request.
+std::vector<std::string> budgets_of_protected_tokens(const RunRequest& request, std::span<const TraceWork> works);
+
 }  // namespace kvreplay

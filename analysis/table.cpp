@@ -10,6 +10,7 @@
 #include <iterator>
 #include <numeric>
 #include <set>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -176,7 +177,10 @@ Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions
         heads = std::max(heads, heads_text(row, *part->traces.front()).size());
         granularities.insert(row.facts->heads);
       }
-  if (options.wide || granularities.size() > 1) layout.heads = heads;
+  // A document has the columns that its author names.
+  const bool is_document = options.format == TableFormat::latex || options.format == TableFormat::markdown;
+  const bool differ = granularities.size() > 1 && (!is_document || options.columns.empty());
+  if (options.wide || differ) layout.heads = heads;
   for (const TableColumn& column : layout.columns) layout.widths.push_back(width_of(rows, column, tables));
   const std::size_t heads_taken = layout.heads == 0 ? 0 : layout.heads + 2;
   if (is_narrow) {
@@ -260,7 +264,7 @@ struct UsedTokens {
   }
 };
 
-/// The budget of some rows in tokens, and in slots where it is the same for all of them.
+/// The budget of some rows in tokens, per layer, and over all layers where it is the same for all of them.
 std::string budget_lines(const std::vector<const TraceRecord*>& traces, const BudgetRows& rows, const Layout& layout) {
   const Budget budget = Budget::parse(rows.budget);
   const UsedTokens used(traces, rows);
@@ -271,10 +275,10 @@ std::string budget_lines(const std::vector<const TraceRecord*>& traces, const Bu
                             : budget.fraction <= 0 ? ""
                             : traces.size() > 1    ? budget.literal + " of the prompt = "
                                                    : fmt::format("{} of {} = ", budget.literal, trace.boundary);
-  const std::string slots =
-      used.least < used.most || traces.size() > 1
-          ? ""
-          : fmt::format(" ({} over all layers)", grouped(static_cast<long>(used.most) * std::ssize(trace.treated)));
+  const std::string slots = used.least < used.most || traces.size() > 1
+                                ? ""
+                                : fmt::format(" ({} tokens per head over all layers)",
+                                              grouped(static_cast<long>(used.most) * std::ssize(trace.treated)));
   const std::string tokens =
       used.least < used.most ? fmt::format("{} to {}", used.least, used.most) : std::to_string(used.most);
   return wrapped("budget",
@@ -446,38 +450,60 @@ std::string legend(const TableRows& rows, const Tables& tables, const Layout& la
   return shown + wrapped("--wide", omitted, ", ", layout.width, indent);
 }
 
+/// The policies that a column marks at a budget, "h2o, tova and 2 more"; empty: none.
+std::string best_names(const TableRows& rows, const TableColumn& column, const BudgetRows& budget, std::size_t width) {
+  constexpr std::size_t most_names = 2;
+  const std::vector<GridCell> cells = rows.cells(column, budget.rows);
+  std::vector<std::string> names;
+  for (std::size_t r = 0; r < cells.size(); ++r)
+    if (cells[r].is_best) names.push_back(cut(budget.rows[r].facts->label, width));
+  const std::size_t named = std::min(names.size(), most_names);
+  return fmt::format("{}{}", fmt::join(std::span(names).first(named), ", "),
+                     named == names.size() ? "" : fmt::format(" and {} more", names.size() - named));
+}
+
 /// "h2o at 0.1, 0.2; snapkv at 0.3 by out.err"; at a single budget "h2o by out.err: 0.375 (random 0.972, oracle
-/// 0.194)".
-std::string best_line(const TableRows& rows, const Layout& layout) {
-  const TableColumn& headline = rows.headline();
-  if (rows.parts().size() != 1) return "";
+/// 0.194)". Empty: no policy is the best.
+std::string best_text(const TableRows& rows, const TableColumn& column, std::size_t width) {
   const std::vector<BudgetRows>& budgets = rows.parts().front().budgets;
-  std::vector<std::pair<std::string, std::string>> best_at;  // by policy its budgets
+  std::vector<std::pair<std::string, std::string>> best_at;  // by names of policies their budgets
   for (const BudgetRows& budget : budgets) {
-    const PolicyRow* best = rows.best(headline, budget.rows);
-    if (best == nullptr) continue;
-    const std::string name = cut(best->facts->label, layout.width - indent);
-    const auto known = std::ranges::find(best_at, name, &std::pair<std::string, std::string>::first);
+    const std::string names = best_names(rows, column, budget, width);
+    if (names.empty()) continue;
+    const auto known = std::ranges::find(best_at, names, &std::pair<std::string, std::string>::first);
     if (known == best_at.end())
-      best_at.emplace_back(name, budget.budget);
+      best_at.emplace_back(names, budget.budget);
     else
       known->second += ", " + budget.budget;
   }
   if (best_at.empty()) return "";
-  const auto text = [&](const PolicyRow& row) { return headline.text(rows.value(row, headline).mean); };
+  const auto text = [&](const PolicyRow& row) { return column.text(rows.value(row, column).mean); };
   if (budgets.size() == 1) {
     const std::vector<PolicyRow>& all = budgets.front().rows;
-    std::string line =
-        fmt::format("{} by {}: {}", best_at.front().first, headline.title, text(*rows.best(headline, all)));
+    std::string line = fmt::format("{} by {}: {}", best_at.front().first, column.title, text(*rows.best(column, all)));
     for (const PolicyRow& row : all)
-      if (row.is_control() && (row.facts->policy == "random" || row.facts->policy == "oracle"))
+      if (row.is_control() && (row.facts->policy == "random" || row.facts->policy == "oracle") &&
+          std::isfinite(rows.value(row, column).mean))
         line += fmt::format(", {} {}", row.name(), text(row));
-    return wrapped("best", words_of(line), " ", layout.width, indent);
+    return line;
   }
   std::vector<std::string> pieces;
-  for (const auto& [policy, at] : best_at) pieces.push_back(fmt::format("{} at {}", policy, at));
-  pieces.back() += " by " + headline.title;
-  return wrapped("best", words_of(fmt::format("{}", fmt::join(pieces, "; "))), " ", layout.width, indent);
+  for (const auto& [policies, at] : best_at) pieces.push_back(fmt::format("{} at {}", policies, at));
+  return fmt::format("{} by {}", fmt::join(pieces, "; "), column.title);
+}
+
+/// The best policies by the headline, and by each live metric that the table shows.
+std::string best_lines(const TableRows& rows, const Layout& layout) {
+  if (rows.parts().size() != 1) return "";
+  std::string lines;
+  const auto add = [&](const TableColumn& column) {
+    const std::string text = best_text(rows, column, layout.width - indent);
+    if (!text.empty()) lines += wrapped(lines.empty() ? "best" : "", words_of(text), " ", layout.width, indent);
+  };
+  add(rows.headline());
+  for (const TableColumn& column : layout.columns)
+    if (column.metric.starts_with(live_prefix)) add(column);
+  return lines;
 }
 
 /// Commands that show more of the run.
@@ -542,7 +568,7 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
   if (std::ranges::any_of(layout.columns, [](const TableColumn& c) { return c.title.starts_with(live_prefix); }))
     text += wrapped("", words_of("live.* = measured in the live model that decodes with these kept sets (closed loop)"),
                     " ", layout.width, 0);
-  text += legend(rows, tables, layout) + best_line(rows, layout);
+  text += legend(rows, tables, layout) + best_lines(rows, layout);
   if (!summary.self_check.empty()) text += fmt::format("self-check {}\n", fmt::join(summary.self_check, " | "));
   std::string folder = summary.output.empty() ? "" : summary.output.string() + "   ";
   const auto reused = std::ranges::count(summary.cells, CellState::skipped, &CellRecord::state);

@@ -15,6 +15,7 @@ namespace {
 
 /// A line of a list: texts that name the row, and its numbers.
 struct Line {
+  bool begins_table = false;  // the first of its trace and budget
   std::vector<std::string> names;
   std::vector<GridCell> cells;
   std::string error;
@@ -42,6 +43,7 @@ Lines lines_of(const TableRows& rows, const std::vector<TableColumn>& columns, b
       for (const TableColumn& column : columns) cells.push_back(rows.cells(column, budget.rows));
       for (std::size_t r = 0; r < budget.rows.size(); ++r) {
         Line& line = all.lines.emplace_back();
+        line.begins_table = r == 0;
         const PolicyRow& row = budget.rows[r];
         if (several_traces) line.names.push_back(part.traces.front()->name);
         if (several_budgets) line.names.push_back(budget.budget);
@@ -82,14 +84,15 @@ std::string latex_text(const std::string& text) {
   return boost::replace_all_copy(escaped, "±", "$\\pm$");
 }
 
-/// With the package booktabs.
+/// With the package booktabs, and a rule between budgets.
 std::string latex(const Lines& all) {
   std::string text = fmt::format("\\begin{{tabular}}{{{}{}}}\n\\toprule\n", std::string(all.titles.size(), 'l'),
                                  std::string(all.columns.size(), 'r'));
   std::vector<std::string> entries = all.titles;
   for (const TableColumn& column : all.columns) entries.push_back(latex_text(column.title));
-  text += fmt::format("{} \\\\\n\\midrule\n", fmt::join(entries, " & "));
+  text += fmt::format("{} \\\\\n", fmt::join(entries, " & "));
   for (const Line& line : all.lines) {
+    if (line.begins_table) text += "\\midrule\n";
     entries.clear();
     for (const std::string& name : line.names) entries.push_back(latex_text(name));
     for (const GridCell& cell : line.cells) {

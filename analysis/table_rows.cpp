@@ -1,6 +1,7 @@
 #include "analysis/table_rows.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -177,6 +178,15 @@ bool evicts_tokens(const BudgetRows& budget, int boundary) {
   });
 }
 
+/// Whether most policies select tokens. At smaller budgets protected tokens fill the budgets of the others.
+bool most_select_tokens(const BudgetRows& budget) {
+  std::ptrdiff_t selecting = 0, filled = 0;
+  for (const PolicyRow& row : budget.rows)
+    if (TableRows::is_compared(row))
+      for (const CellRecord* cell : row.cells) ++(cell->protected_fill_budget ? filled : selecting);
+  return selecting > filled;
+}
+
 std::vector<TracesRows> parts_of(const RunSummary& summary, bool each) {
   std::vector<const TraceRecord*> traces;
   for (const TraceRecord& trace : summary.traces)
@@ -266,14 +276,23 @@ TableRows::TableRows(const RunSummary& summary, const TableOptions& options)
     columns_ = measured_columns();
     return;
   }
+  std::vector<std::string> missing;
   for (const std::string& text : options.columns) {
     columns_.push_back(column_of(text));
     if (is_measured(columns_.back())) continue;
     if (columns_.back().metric.starts_with(live_prefix) && live_names_.empty()) throw not_measured_live(text);
-    std::vector<std::string> known;
-    for (const TableColumn& column : measured_columns()) known.push_back(column.title);
-    throw Error{Refusal::usage, "--columns", "not measured in this run", nearest(text, known), text};
+    missing.push_back(text);
   }
+  if (missing.empty()) return;
+  std::vector<std::string> known;
+  for (const TableColumn& column : measured_columns()) known.push_back(column.title);
+  const bool lacks_skill = std::ranges::find(missing, skill_title) != missing.end();
+  throw Error{
+      Refusal::usage, "--columns",
+      lacks_skill ? "not measured in this run (skill needs replay --controls twins)" : "not measured in this run",
+      missing.size() > 1 || lacks_skill ? fmt::format("some of {}", fmt::join(known, ", "))
+                                        : nearest(missing.front(), known),
+      fmt::format("{}", fmt::join(missing, ", "))};
 }
 
 TableColumn TableRows::column_of(const std::string& text) const {
@@ -454,8 +473,10 @@ std::vector<BudgetRows> TableRows::tables(const TracesRows& part) const {
   std::vector<BudgetRows> tables;
   if (!shows_all() && options_.budgets.empty()) {
     const int boundary = part.traces.front()->boundary;
-    const auto first =
-        std::ranges::find_if(part.budgets, [&](const BudgetRows& budget) { return evicts_tokens(budget, boundary); });
+    const auto evicts = [&](const BudgetRows& budget) { return evicts_tokens(budget, boundary); };
+    const auto decides = [&](const BudgetRows& budget) { return evicts(budget) && most_select_tokens(budget); };
+    auto first = std::ranges::find_if(part.budgets, decides);
+    if (first == part.budgets.end()) first = std::ranges::find_if(part.budgets, evicts);
     tables.push_back(table_of(first == part.budgets.end() ? part.budgets.front() : *first));
     return tables;
   }

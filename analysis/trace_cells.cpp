@@ -285,6 +285,8 @@ constexpr std::pair<const char*, std::string CellRecord::*> words[] = {
     {"label", &CellRecord::label}, {"paper", &CellRecord::paper},   {"heads", &CellRecord::heads},
     {"agg", &CellRecord::agg},     {"budget", &CellRecord::budget}};
 
+constexpr const char* protected_fill_budget = "protected_fill_budget";
+
 void write_cell_facts(Group& group, const CellRecord& cell) {
   for (const auto& [name, member] : words) group.set_attribute(name, cell.*member);
   group.set_attribute("budget_tokens", std::int64_t{cell.budget_tokens});
@@ -292,6 +294,7 @@ void write_cell_facts(Group& group, const CellRecord& cell) {
   if (!cell.source.empty()) group.set_attribute("source", cell.source);
   group.set_attribute("kept_tokens", cell.kept_tokens);
   group.set_attribute("own_memory", std::int64_t{cell.own_memory});
+  if (cell.protected_fill_budget) group.set_attribute(protected_fill_budget, std::int64_t{1});
   group.set_attribute("scores", std::int64_t{cell.has_scores});
   group.set_attribute("sets", cell.keeps_all_changed ? "all" : "fixed");
 }
@@ -309,6 +312,7 @@ CellRecord read_cell_facts(const Group& group, const std::string& id) {
   if (group.has_attribute("source")) cell.source = group.string_attribute("source");
   cell.kept_tokens = group.float_attribute("kept_tokens");
   cell.own_memory = group.integer_attribute("own_memory") != 0;
+  cell.protected_fill_budget = group.has_attribute(protected_fill_budget);
   cell.has_scores = group.integer_attribute("scores") != 0;
   cell.keeps_all_changed = group.string_attribute("sets") == "all";
   return cell;

@@ -111,9 +111,10 @@ struct CellRecord {
   std::string budget = {};  // as asked
   int budget_tokens = 0;
   std::uint64_t seed = 0;
-  std::string source = {};  // ConfiguredPolicy::source_hash
-  double kept_tokens = 0;   // mean a layer and head
-  bool own_memory = false;  // ignores the budget
+  std::string source = {};             // ConfiguredPolicy::source_hash
+  double kept_tokens = 0;              // mean a layer and head
+  bool own_memory = false;             // ignores the budget
+  bool protected_fill_budget = false;  // the policy selects no other token
   bool has_scores = false;
   bool keeps_all_changed = false;  // every token is kept, and changed: there are no sets to store
   ValuesByMetric values = {};

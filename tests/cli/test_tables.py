@@ -66,6 +66,7 @@ def test_the_default_table_is_one_narrow_screen(run: tuple[Path, str]) -> None:
     assert len(lines) <= SCREEN, text
     first = text[: text.index("\nskill = ")]
     assert first.count("\nbudget ") == 1 and "budget   0.2 of 96 = 19 tokens" in first and "out.err at" not in text
+    assert "(38 tokens per head over all layers)" in " ".join(first.split())
     rows = first[first.index("policy ") :].split("\n\n")[0].splitlines()[1:]
     policies = [row for row in rows if not row.startswith("(") and "more policies" not in row]
     assert len(policies) == 10 and [row.split()[0] for row in rows if row.startswith("(")] == [
@@ -76,7 +77,7 @@ def test_the_default_table_is_one_narrow_screen(run: tuple[Path, str]) -> None:
     assert errors == sorted(errors), "of more than ten policies the best are shown, best first"
     assert "2 more policies are not shown; these are the best of equal memory by out.err" in text
     best = policies[0].split()[0]
-    assert re.search(rf"^best +{re.escape(best)} at 0\.2", text, re.MULTILINE)
+    assert re.search(rf"^best +.*\b{re.escape(best)}\b.* at 0\.2", text, re.MULTILINE)
     assert "\nself-check full error 0 | budget ok" in text and "\nresults    out   shared observables " in text
     commands = text[text.index("\nnext ") :].replace("\nnext", "").split("\n")
     commands = [line.strip() for line in commands if line.strip()]
@@ -178,6 +179,7 @@ def test_every_format_has_the_same_numbers(traces: Path) -> None:
     titles = "budget & policy & kept & recall & out.err"
     assert latex.startswith(f"\\begin{{tabular}}{{llrrr}}\n\\toprule\n{titles} \\\\\n\\midrule\n")
     assert "$\\pm$" in latex and "\\textbf{" in latex
+    assert re.findall(r"\\midrule\n(\S+) &", latex) == ["0.2", "0.4"], "a rule between budgets"
     assert len(markdown) == len(rows) + 2 and {line.count("|") for line in markdown} == {markdown[0].count("|")}
     for row, line in zip(rows, markdown[2:], strict=True):
         text = f"{float(row['attention_recall']):.3f} ± {float(row['attention_recall half width']):.3f}"
@@ -198,9 +200,11 @@ def test_csv_and_json_have_everything_that_is_selected(run: tuple[Path, str], tr
     one = as_csv("out", "-b", "40", "-p", "h2o", folder=folder)
     assert [(row["budget"], row["policy"]) for row in one][:1] == [("40", "h2o")] and len(one) == 4
     assert len(as_csv("out", "--each", folder=traces)) == 5 * len(as_csv("out", folder=traces))
-    for form, lines in (("--markdown", 2), ("--latex", 6)):
+    for form, lines, between in (("--markdown", 2, 0), ("--latex", 6, 2)):
         short, whole = (done("show", "out", *all_, form, folder=folder).splitlines() for all_ in ([], ["--all"]))
-        assert len(short) == lines + 10 + 3 and len(whole) == lines + len(rows)
+        assert len(short) == lines + 10 + 3 and len(whole) == lines + len(rows) + between
+        named = done("show", "out", "--columns", "kept", form, folder=folder).splitlines()
+        assert any("heads" in line for line in short) and not any("heads" in line for line in named)
 
 
 def test_csv_has_the_reason_of_a_failure(tmp_path: Path) -> None:
@@ -259,6 +263,7 @@ def test_show_selects(run: tuple[Path, str]) -> None:
         (["--traces", "u"], "--trace: unknown trace"),
         (["--columns", "attention_recall:prompt"], "--columns: not measured in this run"),
         (["--columns", "atention_recall"], "did you mean attention_recall?"),
+        (["--metrics", "recall"], "show: unknown option --metrics: did you mean --columns?"),
         (["--csv", "--json"], "--json: two formats: expected one of them, found --csv"),
         (["--wide", "--columns", "recall"], "--columns: cannot be combined with --wide"),
     ):
@@ -421,6 +426,16 @@ def test_columns_are_checked_before_the_run(run: tuple[Path, str], tmp_path: Pat
     assert titles_of(text)[1:] == ["kept", "recall", "needle", "select", "skill"]
 
 
+def test_every_column_that_was_not_measured_is_named_at_once(tmp_path: Path) -> None:
+    done("synth", "sinks", "-o", "t.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
+    done("replay", "t.h5", "-p", "h2o,knorm", "-b", "0.2", "--metrics", "recall,out.err", "-o", "out", folder=tmp_path)
+    answer = kvreplay("show", "out", "--columns", "skill,recall,needle", folder=tmp_path)
+    assert (answer.code, answer.err) == (2, (
+        "kvreplay: --columns: not measured in this run (skill needs replay --controls twins): expected some of kept, "
+        "recall, out.err, jaccard, select, found skill, needle\n"
+    ))  # fmt: skip
+
+
 def test_warnings_are_printed_whatever_the_table_does(run: tuple[Path, str], tmp_path: Path) -> None:
     words = ["replay", run[0] / "t.h5", "-p", "h2o", "-b", "0.2,19", "--controls", "none", "-o", "out"]
     answer = kvreplay(*words, "--columns", "skill", folder=tmp_path)
@@ -432,6 +447,31 @@ def test_the_table_has_the_first_budget_that_evicts_tokens(tmp_path: Path) -> No
     done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
     answer = kvreplay("replay", "t.h5", "-p", "h2o,knorm", "-b", "100,0.25,0.5", "-o", "out", folder=tmp_path)
     assert answer.code == 0 and "\nbudget   0.25 of 64 = 16 tokens" in answer.out
+
+
+def test_the_table_has_the_first_budget_at_which_most_policies_select_tokens(tmp_path: Path) -> None:
+    """At 6 tokens, the window of 8 fills the budgets of two of three policies; a table of the folder is the same."""
+    for name, prompt in (("a", "64"), ("b", "96")):
+        done("synth", "needle", "-o", f"{name}.h5", "--layers", "2", "--prompt", prompt, folder=tmp_path)
+    words = ["-p", "snapkv,ada-kv,knorm", "-b", "6,9,32", "-o", "out"]
+    answer = kvreplay("replay", "a.h5", "b.h5", *words, folder=tmp_path)
+    assert answer.code == 0 and "\nbudget   9 tokens per layer and head" in answer.out, answer.out
+    assert done("show", "out", folder=tmp_path) == answer.out
+    remedy = "use a larger budget or fewer protected tokens (parameters window, sinks, recent, or --protect)"
+    assert answer.err == (
+        "kvreplay: warning: budget 6: protected tokens fill the budget of 2 of 3 policies, which select no other "
+        f"token: snapkv, ada-kv; {remedy}\n"
+    ), answer.err
+    told = json.loads((tmp_path / "out/run.json").read_text())
+    filled = {(cell["trace"], cell["policy"]) for cell in told["cells"] if cell.get("protected_fill_budget")}
+    assert filled == {(trace, policy) for trace in "ab" for policy in ("snapkv", "ada-kv")}
+    words = ["-p", "snapkv,ada-kv,caote,pyramid-kv,knorm", "-b", "0.1", "-o", "more", "--protect", "sinks=8,recent=0"]
+    answer = kvreplay("replay", "a.h5", "b.h5", *words, folder=tmp_path)
+    assert re.match(
+        r"kvreplay: warning: budget 0\.1 in 1 of 2 traces: protected tokens fill the budget of \d of 5 policies, "
+        r"which select no other token: \S+, \S+, \S+ and \d more; ", answer.err
+    ), answer.err  # fmt: skip
+    assert answer.err.count("\n") == 1
 
 
 def test_families_of_all_policies_have_one_heading_each(tmp_path: Path) -> None:
@@ -500,6 +540,22 @@ def test_live_numbers_are_beside_the_offline_ones(live: Path) -> None:
     cells = {cell["policy"]: cell for cell in json.loads(done("show", "out", "--json", folder=live))["cells"]}
     assert cells["knorm"]["live"] == {"contains": 0, "kld": 1.5, "same_top_p": 0.5} and "live" not in cells["keydiff"]
     assert "kld" not in cells["knorm"]["values"]
+
+
+def test_the_best_policies_are_those_of_each_live_column_too(live: Path) -> None:
+    """By its direction, with all policies that look equal, and never one that is not at equal memory."""
+    write_live(live / "out", {("keydiff", "0.2", "after-prefill"): {"kld": 0.75, "contains": 1.0}})
+    text = done("show", "out", "--columns", "recall,live.kld,live.answer,live.top1", folder=live)
+    best = text[text.index("\nbest ") : text.index("\nself-check")].split("\n")[1:]
+    assert " by out.err: " in best[0] and best[0].startswith("best       ")
+    assert [line.strip() for line in best[1:]][-3:] == [
+        "h2o by live.kld: 0.250", "h2o, keydiff by live.answer: 1.000", "h2o by live.top1: 0.750"
+    ]  # fmt: skip
+    assert " by live." not in done("show", "out", "--columns", "recall", folder=live)
+    done("replay", "t.h5", "-p", "kivi,h2o,knorm", "-b", "0.2", "-o", "own", folder=live)
+    write_live(live / "own", {(name, "0.2", "after-prefill"): {"kld": value}
+                              for name, value in (("kivi", 0.1), ("h2o", 0.5), ("knorm", 0.4))})  # fmt: skip
+    assert "knorm by live.kld: 0.400" in done("show", "own", folder=live)
 
 
 def test_names_of_live_numbers_tell_how_they_were_measured(live: Path) -> None:

@@ -59,7 +59,12 @@ Error unknown_option(const Command& command, std::span<const Option> options, st
   name = name.substr(0, name.find('='));
   const std::string bare = name.substr(std::min(name.find_first_not_of('-'), name.size()));
   std::vector<std::string> known;
-  for (const Option& option : options) known.push_back(flag(option.name));
+  for (const Option& option : options) {
+    if (!bare.empty() && bare == option.confused_with)
+      return {Refusal::usage, command.name, "unknown option", fmt::format("{}{}?", suggestion, flag(option.name)),
+              name};
+    known.push_back(flag(option.name));
+  }
   return {Refusal::usage, command.name, "unknown option",
           nearest_listed(flag(bare), known, fmt::format("kvreplay {} --help", command.name)), name};
 }

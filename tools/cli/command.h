@@ -24,6 +24,7 @@ struct Option {
   const char* target = "";      // another option, of whose values this one gives another form; empty: none
   std::string (*converted)(std::string_view) = nullptr;  // a value in the form of the target
   bool has_user_default = false;                         // kvreplay.yaml may give its default (user_defaults.h)
+  const char* confused_with = "";                        // an option of other commands, for which errors name this one
 };
 
 /// The first option of a group.
@@ -45,6 +46,11 @@ constexpr Option another_form_of(const char* target, std::string (*converted)(st
 
 constexpr Option with_user_default(Option option) {
   option.has_user_default = true;
+  return option;
+}
+
+constexpr Option confused_with(const char* other, Option option) {
+  option.confused_with = other;
   return option;
 }
 
@@ -71,13 +77,16 @@ inline constexpr Option boundary_option{"boundary", 0, "prompt|TOKENS|span:NAME"
 inline constexpr Option markdown_option{"markdown", 0, "", "", "print Markdown"};
 /// Those of commands that print the table of a run.
 inline constexpr Option table_options[] = {
-    {"columns", 0, "METRIC,...", "",
-     "columns of the table: metrics, their titles such as recall, or skill (default: those that fit 80 columns); "
-     "repeatable",
-     true},
+    confused_with(
+        "metrics",
+        {"columns", 0, "METRIC,...", "",
+         "columns of the table: metrics, their titles such as recall, or skill (default: those that fit 80 columns); "
+         "repeatable",
+         true}),
     {"wide", 0, "", "", "print all columns of the wide table"},
     {"all", 0, "", "",
-     "print every policy at every budget (default: the first budget that evicts tokens, at most ten policies)"},
+     "print every policy at every budget (default: at most ten policies, at the first budget that evicts tokens and at "
+     "which most policies select tokens besides the protected ones)"},
     {"each", 0, "", "", "print a table for each trace (default: means over the traces)"},
     with_user_default({"color", 0, "auto|always|never", "auto",
                        "bold for the best, dim for controls; auto: on a terminal, unless NO_COLOR is set"}),

@@ -186,7 +186,7 @@ def budget_line(budget: str, tokens: Sequence[int], treated: int, boundary: int)
         return f"{meaning}{min(used)} to {max(used)} tokens per layer and head on average, protected tokens included"
     slots = f"{used[0] * treated:,}".replace(",", " ")
     mean = f"{used[0]} tokens per layer and head on average"
-    return f"{meaning}{mean} ({slots} over all layers), protected tokens included"
+    return f"{meaning}{mean} ({slots} tokens per head over all layers), protected tokens included"
 
 
 def own_memory_line(lines: Sequence[Line]) -> str:
