@@ -39,8 +39,11 @@ REPLAY = ["-p", f"snapkv:{WINDOW},h2o:recent=3", "-b", "6"]
 def test_the_overview_lists_every_command(tmp_path: Path) -> None:
     overview = done(folder=tmp_path)
     assert overview == done("help", folder=tmp_path) == done("--help", folder=tmp_path)
-    listed = {line.split()[0] for line in overview.splitlines() if line.startswith("  ")}
-    assert COMMANDS <= listed
+    names = re.findall(r"^  ([a-z][a-z-]*)  ", overview.partition("exit codes")[0], re.MULTILINE)
+    assert {*names} >= COMMANDS | {"merge", "capture", "plot", "why"} and len({*names}) == len(names)
+    headings = re.findall(r"\n\n([a-z][a-z ]*)\n  ", overview)
+    assert headings == ["first steps", "traces", "replay and results", "figures and reports", "policies and metrics",
+                        "models and engines", "exit codes"]  # fmt: skip
 
 
 def test_help_of_a_command_is_that_of_its_option(tmp_path: Path) -> None:
@@ -177,6 +180,12 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
         "a.h5:/layers/000/q_positions: missing stored queries for h2o: expected queries 0..19, found no query 0"
     )
     assert len(found["notes"]) == 1 and "no continuation" in found["notes"][0]
+    rows = [line.split(maxsplit=1) for line in done("info", "a.h5", folder=tmp_path).splitlines()]
+    parameters = [text for row, text in rows if row == "parameter"]
+    assert [text.split()[0] for text in parameters] == ["dms", "head-kv", "random-twin"]
+    assert parameters[2] == "random-twin needs a parameter: of: (POLICY), as in of=(snapkv)"
+    rejected = {text.partition(":")[0] for row, text in rows if row == "rejected"}
+    assert rejected == {*refused} - {"dms", "head-kv", "random-twin"}
 
 
 def test_validate_says_yes_and_no(traces: Path, tmp_path: Path) -> None:

@@ -54,7 +54,33 @@ constexpr Command companion_table[] = {
      why_options, nullptr, nullptr, why_examples},
 };
 
+struct GroupedNames {
+  const char* heading;
+  const char* names;
+};
+
+constexpr GroupedNames grouped_names[] = {
+    {"first steps", "example doctor help completion"},
+    {"traces", "capture synth info validate convert"},
+    {"replay and results", "replay sweep show compare merge diff export sql"},
+    {"figures and reports", "plot report why regret"},
+    {"policies and metrics", "policies metrics new-policy python tune calibrate"},
+    {"models and engines", "live predict check"},
+};
+
 }  // namespace
+
+std::vector<CommandGroup> command_groups() {
+  std::vector<CommandGroup> groups;
+  for (const auto& [heading, names] : grouped_names) {
+    CommandGroup& group = groups.emplace_back(CommandGroup{heading, {}});
+    for (const std::string& name : split(names, ' ')) {
+      const Command* const command = find_command(name);
+      group.commands.push_back(command != nullptr ? command : std::ranges::find(companion_table, name, &Command::name));
+    }
+  }
+  return groups;
+}
 
 std::span<const Command* const> commands() { return command_table; }
 

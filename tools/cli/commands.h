@@ -28,8 +28,16 @@ extern const Command show_command;
 extern const Command synth_command;
 extern const Command validate_command;
 
-/// In the order of help.
 std::span<const Command* const> commands();
+
+/// Commands under a heading of help, among them commands in Python.
+struct CommandGroup {
+  const char* heading;
+  std::vector<const Command*> commands;
+};
+
+/// Every command once, in the order of help.
+std::vector<CommandGroup> command_groups();
 
 const Command* find_command(std::string_view name);
 

@@ -1,5 +1,4 @@
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <string>
@@ -19,16 +18,13 @@ constexpr std::size_t widest = 118;
 constexpr std::size_t least_width = 40;         // of the texts beside long options
 constexpr std::size_t widest_narrow_name = 24;  // beside its text
 
-/// Of the terminal; in a pipe or a file 80 characters, as the help of the commands in Python.
-std::size_t help_width() {
-  constexpr std::size_t in_a_pipe = 80;
-  return isatty(STDOUT_FILENO) == 0 ? in_a_pipe : std::min(widest, terminal_width());
-}
+/// In a pipe as the help of the commands in Python.
+std::size_t help_width() { return std::min(widest, page_width()); }
 
-/// Names and their texts in two columns. On a narrow terminal a long name has its own line.
-void print_pairs(const std::vector<std::pair<std::string, std::string>>& pairs) {
+/// Names and their texts in two columns, the first at least `names` wide. On a narrow terminal a long name has its own
+/// line.
+void print_pairs(const std::vector<std::pair<std::string, std::string>>& pairs, std::size_t names = 0) {
   const std::size_t line = help_width();
-  std::size_t names = 0;
   for (const auto& [name, text] : pairs) names = std::max(names, name.size());
   if (line < widest) names = std::min(names, widest_narrow_name);
   const std::size_t width = std::max(least_width, line - std::min(line, names + 4));
@@ -84,13 +80,21 @@ void print_overview() {
   print_paragraph(fmt::format("kvreplay {}: replays KV-cache eviction policies on captured queries, keys and values",
                               build_version));
   fmt::print("\n  kvreplay COMMAND ...\n\n");
+  const std::vector<CommandGroup> groups = command_groups();
+  std::size_t names = 0;
+  for (const CommandGroup& group : groups)
+    for (const Command* command : group.commands) names = std::max(names, std::string_view(command->name).size());
   std::vector<std::pair<std::string, std::string>> rows;
-  for (const Command* command : commands()) rows.emplace_back(command->name, command->summary);
-  for (const Command& companion : companions())
-    rows.emplace_back(companion.name, fmt::format("{}{}", companion.summary,
-                                                  find_companion(companion.name) ? "" : "  (not installed)"));
-  print_pairs(rows);
-  fmt::print("\n");
+  for (const CommandGroup& group : groups) {
+    rows.clear();
+    for (const Command* command : group.commands) {
+      const bool is_missing = command->run == nullptr && !find_companion(command->name);
+      rows.emplace_back(command->name, fmt::format("{}{}", command->summary, is_missing ? "  (not installed)" : ""));
+    }
+    fmt::print("{}\n", group.heading);
+    print_pairs(rows, names);
+    fmt::print("\n");
+  }
   print_paragraph("kvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version.");
   print_paragraph(fmt::format("Every command accepts -q (--quiet): {}.", quiet_option.help));
   fmt::print("\nexit codes\n");

@@ -38,6 +38,8 @@ constexpr double estimated_budget = 0.1;
 struct Service {
   ConfiguredPolicy policy;
   std::string refused;
+  std::string parameter = {};  // that has no default, if nothing else is missing
+  std::string values = {};     // of the parameter
 };
 
 /// What the trace can be used for, with everything at its default where the trace allows it.
@@ -85,6 +87,10 @@ Use use_of(const Trace& trace, const std::string& boundary_text) {
         service.refused = "needs evaluation queries, and the trace has no continuation";
     } catch (const Error& error) {
       service.refused = error.what();
+      if (error.where().starts_with(name + ":")) {
+        service.parameter = error.where().substr(name.size() + 1);
+        service.values = error.expected();
+      }
     }
     use.policies.push_back(std::move(service));
   }
@@ -340,7 +346,12 @@ void print_text(const Trace& trace, const Use& use, const std::optional<Estimate
                                             header.prefill - tokens)});
   rows.push_back({"policies", served.empty() ? "none" : served});
   for (const Service& service : use.policies)
-    if (!service.refused.empty()) rows.push_back({"rejected", service.policy.name() + ": " + service.refused});
+    if (!service.parameter.empty())
+      rows.push_back({"parameter", fmt::format("{} needs a parameter: {}: {}", service.policy.name(), service.parameter,
+                                               service.values)});
+  for (const Service& service : use.policies)
+    if (!service.refused.empty() && service.parameter.empty())
+      rows.push_back({"rejected", service.policy.name() + ": " + service.refused});
   for (const std::string& line : stored_observables(trace)) rows.push_back({"stored", line});
   for (const std::string& note : use.notes) rows.push_back({"note", note});
   if (cost)

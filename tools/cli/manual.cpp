@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <boost/algorithm/string/case_conv.hpp>
 #include <boost/algorithm/string/replace.hpp>
 #include <string>
 #include <string_view>
@@ -44,10 +45,10 @@ void print_manual() {
   print_section("OPTIONS OF EVERY COMMAND");
   for (const Option& option : {quiet_option, version_option, help_option})
     print_entry(spelling(option), help_text(option));
-  print_section("COMMANDS");
-  for (const Command* command : commands()) print_command(*command);
-  print_section("COMMANDS IN PYTHON");
-  for (const Command& companion : companions()) print_command(companion);
+  for (const CommandGroup& group : command_groups()) {
+    print_section(("COMMANDS: " + boost::to_upper_copy(std::string(group.heading))).c_str());
+    for (const Command* command : group.commands) print_command(*command);
+  }
   print_section("EXIT STATUS");
   for (const auto& [code, meaning] : exit_codes()) print_entry(code, meaning);
   print_section("FILES");

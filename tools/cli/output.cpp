@@ -24,6 +24,12 @@ std::size_t width(const std::string& text) {
       std::ranges::count_if(text, [](char byte) { return (static_cast<unsigned char>(byte) & 0xC0U) != 0x80U; }));
 }
 
+std::size_t longest_word(std::string_view text) {
+  std::size_t longest = 0;
+  for (const std::string& word : split(text, ' ')) longest = std::max(longest, width(word));
+  return longest;
+}
+
 }  // namespace
 
 void say(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stderr); }
@@ -43,6 +49,12 @@ std::size_t terminal_width() {
   return size.ws_col;
 }
 
+std::size_t page_width() {
+  constexpr std::size_t without_terminal = 80;
+  const std::size_t of_terminal = terminal_width();
+  return of_terminal == std::string::npos ? without_terminal : of_terminal;
+}
+
 std::vector<std::string> wrapped(std::string_view text, std::size_t width_of_line) {
   std::vector<std::string> lines;
   for (const std::string& word : split(text, ' ')) {
@@ -54,14 +66,14 @@ std::vector<std::string> wrapped(std::string_view text, std::size_t width_of_lin
   return lines;
 }
 
-void print_columns(const std::vector<TableRow>& rows, std::size_t indent) {
+void print_columns(const std::vector<TableRow>& rows, std::size_t indent, std::size_t room) {
   constexpr std::size_t least_width = 20;  // of a wrapped column
+  constexpr std::size_t further_indent = 4;
   std::vector<std::size_t> widths;
   for (const TableRow& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], width(row[i]));
   }
-  const std::size_t room = terminal_width();
   for (const TableRow& row : rows) {
     std::string line(indent, ' ');
     for (std::size_t i = 0; i < row.size(); ++i) {
@@ -70,12 +82,18 @@ void print_columns(const std::vector<TableRow>& rows, std::size_t indent) {
         line.append(widths[i] - width(row[i]) + 2, ' ');
         continue;
       }
-      const std::size_t margin = width(line);
-      if (margin + width(row[i]) <= room || margin + least_width > room) {
+      std::size_t margin = width(line);
+      if (margin + width(row[i]) <= room) {
         line += row[i];
         continue;
       }
-      line += fmt::format("{}", fmt::join(wrapped(row[i], room - margin), '\n' + std::string(margin, ' ')));
+      if (margin + std::max(least_width, longest_word(row[i])) > room && i > 0) {
+        margin = indent + further_indent;
+        line.erase(line.find_last_not_of(' ') + 1);
+        line += '\n' + std::string(margin, ' ');
+      }
+      line += fmt::format("{}", fmt::join(wrapped(row[i], std::max(room, margin + least_width) - margin),
+                                          '\n' + std::string(margin, ' ')));
     }
     line.erase(line.find_last_not_of(' ') + 1);
     fmt::print("{}\n", line);

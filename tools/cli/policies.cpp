@@ -66,19 +66,19 @@ void print_text(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
   const auto& [granularity, needs, type, cost] = facts_of(policy);
   std::vector<TableRow> rows{{"granularity", granularity}, {"needs", needs}, {"class", type}, {"cost", cost}};
-  print_columns({{card.name, card.summary}});
+  print_columns({{card.name, card.summary}}, 0, page_width());
   if (*card.paper != '\0') rows.insert(rows.begin(), {"paper", card.paper});
   if (*card.score != '\0') rows.insert(rows.begin(), {"score", card.score});
-  print_columns(rows, 2);
+  print_columns(rows, 2, page_width());
   const Parameters parameters = policy.parameters();
   rows.clear();
   for (const Parameter& parameter : parameters.all())
     rows.push_back({parameter.name + "=" + default_or_value(parameter), parameter.range, parameter.help});
-  print_columns(rows, 2);
+  print_columns(rows, 2, page_width());
   rows.clear();
   for (const Preset& preset : parameters.presets())
     rows.push_back({"preset=" + preset.name, assignments(preset), preset.who});
-  print_columns(rows, 2);
+  print_columns(rows, 2, page_width());
 }
 
 void print_markdown(const ConfiguredPolicy& policy) {

@@ -118,7 +118,7 @@ constexpr Option options[] = {
 
 constexpr const char* examples =
     "kvreplay replay TRACE.h5 -p snapkv,h2o,streaming-llm -b 0.1,0.25 -o out\n"
-    "kvreplay replay traces/*.h5 -p snapkv:window=64 -b 512 --controls twins --dry-run\n";
+    "kvreplay replay traces/*.h5 -p snapkv:window=64 -b 512 --dry-run\n";
 
 std::map<std::string, std::string> build_facts(const std::string& backend_description) {
   std::map<std::string, std::string> facts{{"version", build_version},

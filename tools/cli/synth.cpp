@@ -135,7 +135,7 @@ std::string kinds() {
 
 constexpr const char* examples =
     "kvreplay synth needle -o needle.h5\n"
-    "kvreplay synth gaussian --layers 8 --prompt 4096 --dtype bfloat16 --seed 1 -o gaussian.h5\n";
+    "kvreplay synth gaussian --prompt 4096 --dtype bfloat16 --seed 1 -o gaussian.h5\n";
 
 const Command synth_command{"synth", "writes a synthetic trace of any shape", "KIND", options, run, kinds, examples,
                             true};
