@@ -899,6 +899,14 @@ def test_the_default_metric_is_one_of_the_run(default, tmp_path):
         assert set(drawn(kind, folder, tmp_path, *options)["metric"]) == {default}
 
 
+@pytest.mark.parametrize("span", [2, 12, 100])
+def test_an_axis_of_memory_has_several_ticks(span):
+    axes = Figure((4, 3)).add_axes((0.1, 0.1, 0.8, 0.8))
+    axes.set_xlim(13, 13 * span)
+    style.logarithmic_axis(axes, "x")
+    assert 3 <= sum(13 <= tick <= 13 * span for tick in axes.xaxis.get_majorticklocs()) <= 8
+
+
 def test_tradeoff_has_bits_per_number_of_the_full_cache(run, many, tmp_path):
     for folder in (run, many):
         data = drawn("tradeoff", folder, tmp_path)

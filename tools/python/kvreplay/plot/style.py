@@ -89,7 +89,10 @@ def errors_need_logarithms(values: np.ndarray) -> bool:
 
 # Leading digits of logarithmic ticks, the densest first. An axis of memory often has less than a decade.
 COARSE = ((1, 2, 5), (1, 3))
-DIGITS = {"x": ((1, 1.5, 2, 3, 5, 7), (1, 2, 3, 5), *COARSE), "y": COARSE}
+DIGITS = {
+    "x": ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 3, 5), *COARSE),
+    "y": COARSE,
+}
 
 
 def logarithmic_axis(axes: Axes, which: str = "y") -> None:
