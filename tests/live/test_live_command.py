@@ -73,6 +73,16 @@ def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
         assert set(some["layer"]) == {"all", "0", "1", "2", "3"}
 
 
+def test_the_bar_says_when_texts_are_generated(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the first pass on, a bar is shown; without a bar, nothing is."""
+    words = ["--generate", "3", "-p", "local", "-b", "24"]
+    assert copy.live(*words, "--progress", "always") == 0
+    said = capsys.readouterr().err
+    assert said.index("t:   0%") < said.index("t: generating 3 tokens for each cell")
+    shutil.rmtree(copy.run / "live")
+    assert copy.live(*words) == 0 and "generating" not in capsys.readouterr().err
+
+
 def test_texts_are_compared_with_the_answers_of_the_last_call(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
     """Texts of earlier calls too. If the full cache gives none of the answers, a note says so."""
     file = copy.run / "answers.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -131,26 +132,29 @@ class LiveModel:
         self._batch = self.batch_of(trace, rows)
         if self._batch < self._most:
             self._say(f"{trace.name}: batch of {self._batch} cells in place of {self._most}, limited by --memory")
-        whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
-        if by_keys and not self._is_latent:  # the trace has latent vectors in the place of keys
-            self._compare_keys(run_, trace, whole)
         bar = tqdm(total=work.cells, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
-        try:
-            cells = self._decided(run_, whole, work.predict, trace) if self._decide else work.predict
-            for some in alike(cells, trace.kv_heads):
-                for cell, values in self._predicted(whole, some, trace):
-                    results.add(cell, values, tokens)
+        with contextlib.closing(bar):
+            whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
+            if by_keys and not self._is_latent:  # the trace has latent vectors in the place of keys
+                bar.clear()
+                self._compare_keys(run_, trace, whole)
+            try:
+                cells = self._decided(run_, whole, work.predict, trace) if self._decide else work.predict
+                for some in alike(cells, trace.kv_heads):
+                    for cell, values in self._predicted(whole, some, trace):
+                        results.add(cell, values, tokens)
+                        bar.update()
+                answers = answers or _answer_spans(run_, trace)
+                if work.write:
+                    bar.set_description(f"{trace.name}: generating {count} tokens for each cell")
+                for cell, values, words in self._written(whole, work.write, trace, count, answers):
+                    results.add(cell, values, count, words)
                     bar.update()
-            answers = answers or _answer_spans(run_, trace)
-            for cell, values, words in self._written(whole, work.write, trace, count, answers):
-                results.add(cell, values, count, words)
-                bar.update()
-        except torch.OutOfMemoryError as error:
-            raise Error("live", "too little device memory", "a smaller --batch", str(error).splitlines()[0],
-                        Refusal.RESOURCES) from error  # fmt: skip
-        finally:
-            bar.close()
-            results.write()
+            except torch.OutOfMemoryError as error:
+                raise Error("live", "too little device memory", "a smaller --batch", str(error).splitlines()[0],
+                            Refusal.RESOURCES) from error  # fmt: skip
+            finally:
+                results.write()
 
     def batch_of(self, trace: TraceFacts, rows: pd.DataFrame) -> int:
         """How many of these rows of run.cells a pass measures: at most the number that fits into the memory limit.
