@@ -147,7 +147,7 @@ def test_info_counts_what_is_under_compression(traces: Path) -> None:
     [found] = json.loads(done(*words, "--json", folder=traces))
     [context] = [span for span in found["spans"] if span["name"] == "context"]
     assert (found["boundary"], found["prompt"]) == (context["end"], 12) and context["end"] < 12
-    assert f"boundary  {context['end']} tokens under compression" in done(*words, "--no-estimate", folder=traces)
+    assert f"boundary   {context['end']} tokens under compression" in done(*words, "--no-estimate", folder=traces)
     assert "boundary" not in done("info", "fixture.h5", "--no-estimate", folder=traces)
 
 
@@ -338,7 +338,7 @@ def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
         card = json.loads(done("metrics", metric, "--json", folder=tmp_path))
         assert card["better"] in {"higher", "lower", "neither"}
         assert card["formula"] and card["source"]
-        assert card["formula"] in done("metrics", metric, folder=tmp_path)
+        assert " ".join(card["formula"].split()) in " ".join(done("metrics", metric, folder=tmp_path).split())
     loss = json.loads(done("metrics", "kv_l1_loss", "--json", folder=tmp_path))
     better = {one["name"].partition(":")[2]: one["better"] for one in loss["variants"]}
     # loss = 1 - f rho, and token = 1 - f is a size: the budget sets it
@@ -347,7 +347,7 @@ def test_policies_and_metrics_show_their_declarations(tmp_path: Path) -> None:
     unit = {one["name"].partition(":")[2]: one["unit"] for one in loss["variants"]}
     share = dict.fromkeys(["", "key", "value", "token"], "share")
     assert loss["unit"] == "share" and unit == share | {"rho": "ratio", "absolute": "L1 norm per number"}
-    assert "; unit: ratio; better: higher\n" in done("metrics", "kv_l1_loss", folder=tmp_path)
+    assert "; unit: ratio; better: higher kv_" in " ".join(done("metrics", "kv_l1_loss", folder=tmp_path).split())
 
 
 def test_parts_that_do_not_fit_are_refused(traces: Path, tmp_path: Path) -> None:
@@ -364,8 +364,8 @@ def test_parts_that_do_not_fit_are_refused(traces: Path, tmp_path: Path) -> None
 
 
 def test_placed_parts_are_shown_with_their_names(tmp_path: Path) -> None:
-    shown = done("policies", "h2o:select=chunks,protect=(sinks=4)", folder=tmp_path)
-    assert "select=chunks " in shown and "protect=(sinks=4,recent=0) " in shown and "chunk=10 " in shown
+    shown = done("policies", "h2o:select=chunks,protect=(sinks=4)", folder=tmp_path).split()
+    assert "select=chunks" in shown and "protect=(sinks=4,recent=0)" in shown and "chunk=10" in shown
 
 
 @pytest.mark.parametrize("words", [["policies"], ["policies", "--parts"], ["policies", "h2o"], ["metrics"],
