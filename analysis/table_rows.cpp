@@ -187,6 +187,15 @@ bool most_select_tokens(const BudgetRows& budget) {
   return selecting > filled;
 }
 
+/// Whether a policy that is compared has live numbers.
+bool has_live_numbers(const BudgetRows& budget) {
+  return std::ranges::any_of(budget.rows, [](const PolicyRow& row) {
+    return TableRows::is_compared(row) && std::ranges::any_of(row.cells, [](const CellRecord* cell) {
+             return std::ranges::any_of(cell->values, [](const auto& one) { return is_live(one.first); });
+           });
+  });
+}
+
 std::vector<TracesRows> parts_of(const RunSummary& summary, bool each) {
   std::vector<const TraceRecord*> traces;
   for (const TraceRecord& trace : summary.traces)
@@ -475,7 +484,8 @@ std::vector<BudgetRows> TableRows::tables(const TracesRows& part) const {
     const int boundary = part.traces.front()->boundary;
     const auto evicts = [&](const BudgetRows& budget) { return evicts_tokens(budget, boundary); };
     const auto decides = [&](const BudgetRows& budget) { return evicts(budget) && most_select_tokens(budget); };
-    auto first = std::ranges::find_if(part.budgets, decides);
+    auto first = std::ranges::find_if(part.budgets, has_live_numbers);
+    if (first == part.budgets.end()) first = std::ranges::find_if(part.budgets, decides);
     if (first == part.budgets.end()) first = std::ranges::find_if(part.budgets, evicts);
     tables.push_back(table_of(first == part.budgets.end() ? part.budgets.front() : *first));
     return tables;

@@ -54,6 +54,7 @@ std::string form_of(const SchemaEntry& entry) {
 }
 
 std::string remedy_of(const Error& violation, const std::string& object, const std::string& file) {
+  if (violation.found() == "\"kvcells\"") return "give the trace: this file has results of a replay";
   const bool is_old = violation.found() == "0" || violation.found() == "1";
   if (violation.found() == hdf5::variable_length_string || (violation.problem() == "superblock version" && is_old))
     return "run " + conversion_of(file);

@@ -108,6 +108,7 @@ def element(index: tuple[int, ...] | int, value: float) -> Callable[[np.ndarray]
 
 # Attributes of the root.
 set_attribute("another format", "/", "format", np.bytes_("kvtrade"), 'value: expected kvtrace, found "kvtrade"')
+set_attribute("results of a replay", "/", "format", np.bytes_("kvcells"), 'value: expected kvtrace, found "kvcells"')
 set_attribute("no format", "/", "format", None, "missing attribute: expected fixed-length string, found none")
 
 

@@ -117,7 +117,7 @@ def test_capture_reports_rotating_layers_and_the_margin(
     assert main([*words, "--progress", "never"]) == 0
     assert np.any(Trace(trace)["/model/rope/inv_freq"], axis=1).tolist() == [True, False, True, True]
     line = re.search(
-        r" rope 3 of 4 layers have RoPE; smallest margin in layer [023]: error (\S+), next best (\S+) verify ",
+        r" rope 3 of 4 layers have RoPE; smallest margin in layer [023]: error (\S+), next best RoPE (\S+) verify ",
         " ".join(capsys.readouterr().out.split()),
     )
     assert line and 2 * float(line[1]) < float(line[2]) < 0.1

@@ -542,6 +542,14 @@ def test_live_numbers_are_beside_the_offline_ones(live: Path) -> None:
     assert "kld" not in cells["knorm"]["values"]
 
 
+def test_the_table_opens_at_the_budget_with_live_numbers(live: Path) -> None:
+    done("replay", "t.h5", "-p", "h2o,knorm", "-b", "0.2,0.3", "-o", "two", folder=live)
+    assert "\nbudget   0.2 of" in done("show", "two", folder=live)
+    write_live(live / "two", {("h2o", "0.3", "after-prefill"): {"kld": 0.25}, ("full", "0.2", "none"): {"kld": 0.0}})
+    assert "\nbudget   0.3 of" in done("show", "two", folder=live)
+    assert "\nbudget   0.2 of" in done("show", "two", "-b", "0.2", folder=live)
+
+
 def test_the_best_policies_are_those_of_each_live_column_too(live: Path) -> None:
     """By its direction, with all policies that look equal, and never one that is not at equal memory."""
     write_live(live / "out", {("keydiff", "0.2", "after-prefill"): {"kld": 0.75, "contains": 1.0}})

@@ -936,14 +936,28 @@ def test_equal_points_are_both_on_the_front():
     assert on_front(memory, cost, counts).tolist() == [True, True, True, False, False, False]
 
 
-def test_tradeoff_draws_a_budget_free_policy_as_points(tmp_path):
+@pytest.fixture
+def with_budget_free(tmp_path):
+    """A run in which kivi is not at equal memory."""
     folder = make_run(tmp_path / "run", [SNAPKV, Policy("kivi")])
     about = json.loads((folder / "run.json").read_text())
     cells = Run(folder).cells
     about["cells"] = [{"trace": row.trace, "cell": row.cell, "own_memory": row.policy == "kivi"}
                       for row in cells.itertuples()]  # fmt: skip
     (folder / "run.json").write_text(json.dumps(about))
-    figure, choice = page_of("tradeoff", folder, "screen")
+    return folder
+
+
+def test_curves_name_policies_that_are_not_at_equal_memory(with_budget_free, tmp_path):
+    def texts(folder):
+        return " ".join(text.get_text() for text in page_of("curve", folder, "screen")[0].texts)
+
+    assert "not at equal memory: kivi" in texts(with_budget_free)
+    assert "equal memory" not in texts(make_run(tmp_path / "equal", [SNAPKV]))
+
+
+def test_tradeoff_draws_a_budget_free_policy_as_points(with_budget_free):
+    figure, choice = page_of("tradeoff", with_budget_free, "screen")
 
     def drawn_lines(label: str) -> list[tuple[int, str]]:
         look = choice.looks[label]

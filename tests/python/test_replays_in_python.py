@@ -113,7 +113,7 @@ def test_a_run_says_who_was_kept(small: Path) -> None:
     assert "snapkv" in run.table() and "OPEN LOOP" in run.table()
     with pytest.raises(kv.Error, match=r"no such cell: expected small: snapkv at 0.1; .*, found snapkv at 0.3"):
         run.selection("snapkv", 0.3)
-    with pytest.raises(kv.Error, match="no such cell"):
+    with pytest.raises(kv.Error, match="not in this run"):
         run.selection("snapvk", 0.1)
 
 
@@ -422,6 +422,14 @@ def test_measure_takes_a_set_for_all_heads_or_one_for_each(traces: Path) -> None
     assert left.selection("given", 2).positions.tolist() == [0, 4, 5, 6]  # layer 1 is left as it is
     treated = kv.measure(sliding, [[0], [1, 2, 3], [4, 5, 6]], metrics="kv_bytes", sliding="treat")
     assert treated.selection("given", 3).positions.tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_selections_are_one_line_and_unknown_policies_have_a_suggestion(small: Path) -> None:
+    run = kv.replay(small, "snapkv", 40, metrics="attention_recall", progress=False)
+    assert repr(run.selection("snapkv", 40)) == "<kvreplay selection of 3 layers: 40.0 of 150 tokens kept on average>"
+    with pytest.raises(kv.Error) as refused:
+        run.selection("snapvk", 40)
+    assert str(refused.value) == "policy: not in this run snapvk: did you mean snapkv?"
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def _rotation(rope: Rope | None) -> str:
     rotating, layers = int(rope.inv_freq.any(axis=1).sum()), len(rope.inv_freq)
     return (
         f"{rotating} of {layers} layers have RoPE; smallest margin in layer {rope.closest.layer}: "
-        f"error {rope.closest.error:.2e}, next best {rope.closest.next_best:.2e}"
+        f"error {rope.closest.error:.2e}, next best RoPE {rope.closest.next_best:.2e}"
     )
 
 

@@ -27,6 +27,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.export import write_table
 from kvreplay.hdf5_file import open_to_read
 from kvreplay.live_metrics import METRICS as LIVE_METRICS
+from kvreplay.nearest import nearest
 from kvreplay.parameters import of_policy
 from kvreplay.run_folder import require_run
 from kvreplay.run_names import LABELLED, labels_of
@@ -59,7 +60,7 @@ class TableText(str):
         return str(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Selection:
     """The kept tokens of one cell, rows [L,H] as stored; `layers` are the stored layers that were treated. H is the
     number of rows of the layer that has most; where layers differ, arrays of rows are masked arrays.
@@ -98,6 +99,12 @@ class Selection:
         missing = np.arange(rows.shape[1]) >= self.rows[:, None]
         missing = missing.reshape(*missing.shape, *[1] * (rows.ndim - 2))
         return np.ma.array(rows, mask=np.broadcast_to(missing, rows.shape))
+
+    def __repr__(self) -> str:
+        kept = self.kept.mean() if self.layers.size else 0
+        return (
+            f"<kvreplay selection of {self.layers.size} layers: {kept:.1f} of {self.boundary} tokens kept on average>"
+        )
 
     def _repr_html_(self) -> str:
         return notebook_views.selection_html(self)
@@ -448,8 +455,11 @@ class Run:
         found = rows[of_label & of_budget] if (of_label & of_budget).any() else rows[meant & of_budget]
         if len(found) == 1:
             return found.iloc[0]
-        of_name = rows["policy"] == policy.partition(":")[0]
-        near = found if len(found) else rows[of_name] if of_name.any() else rows
+        name = policy.partition(":")[0]
+        of_name = rows["policy"] == name
+        if len(rows) and not of_name.any():
+            raise Error("policy", "not in this run", nearest(name, rows["policy"]), policy, Refusal.USAGE)
+        near = found if len(found) else rows[of_name]
         known = (near["trace"] + ": " + near["label"] + " at " + near["budget"]).head(8)
         what = "several cells are meant" if len(found) else "no such cell"
         asked = f"{policy} at {budget}" + (f" of {trace}" if trace else "")

@@ -7,7 +7,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from kvreplay.errors import Error, Refusal
 from kvreplay.plot.figure_options import Choice
-from kvreplay.plot.lines import draw_lines, rows_to_draw
+from kvreplay.plot.lines import budget_free, draw_lines, rows_to_draw
 from kvreplay.plot.style import Drawing
 
 PANEL = (2.5, 2.3)  # inches
@@ -35,9 +35,11 @@ def draw(choice: Choice) -> Drawing:
         axis.xaxis.set_minor_locator(NullLocator())
         axis.set_xticklabels(choice.budgets)
 
+    free = sorted(set(rows["label"][budget_free(choice, rows)]))
+    unequal = f"; not at equal memory: {', '.join(free)}" if free else ""
     drawing = draw_lines(
         choice, rows.assign(tokens=rows["budget"].map(choice.budget_sizes)), "tokens", PANEL,
-        title=f"{choice.metric_words} by budget", subtitle="over all layers; controls in grey",
+        title=f"{choice.metric_words} by budget", subtitle=f"over all layers; controls in grey{unequal}",
         x_label=budget_axis(choice.budgets), set_x_axis=set_x_axis,
     )  # fmt: skip
     names = {size: budget for budget, size in choice.budget_sizes.items()}

@@ -76,6 +76,12 @@ def rows_to_draw(choice: Choice, by_layer: bool) -> pd.DataFrame:
     return rows
 
 
+def budget_free(choice: Choice, rows: pd.DataFrame) -> np.ndarray:
+    """Which rows are of policies that are not at equal memory, controls excluded: bool."""
+    free = [key in choice.run.own_memory for key in zip(rows["trace"], rows["cell"], strict=True)]
+    return np.array(free, dtype=bool) & ~(rows["label"].map(choice.role) == "control").to_numpy()
+
+
 def draw_mean(axis: Axes, line: pd.DataFrame, x: str, look: dict[str, Any], name: str) -> LineEnd:
     """Draws one line, rows of `mean_over_traces` along the column `x`, with its band if it has one. Returns its end.
 

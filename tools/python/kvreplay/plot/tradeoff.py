@@ -12,6 +12,7 @@ from kvreplay.plot.figure_options import Choice
 from kvreplay.plot.lines import (
     BELOW,
     LinePanels,
+    budget_free,
     draw_mean,
     interval_words,
     mean_over_traces,
@@ -98,9 +99,7 @@ def rows_with_memory(choice: Choice) -> pd.DataFrame:
     if rows.empty:
         raise Error(str(choice.run.folder / "results.csv"), "nothing to draw",
                     f"values of {MEMORY} (replay --metrics {MEMORY})", "none")  # fmt: skip
-    free = [key in choice.run.own_memory for key in zip(rows["trace"], rows["cell"], strict=True)]
-    controls = rows["label"].map(choice.role) == "control"
-    return rows.assign(budget_free=np.array(free) & ~controls)
+    return rows.assign(budget_free=budget_free(choice, rows))
 
 
 def points_of(choice: Choice, rows: pd.DataFrame, prompts: pd.Series, less_is_better: bool) -> pd.DataFrame:

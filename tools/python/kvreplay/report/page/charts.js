@@ -203,7 +203,7 @@ function drawCurve(box, trace, column) {
   const sizes = trace.budgets.map((budget) => budget.tokens);
   const names = new Map(trace.budgets.map((budget) => [budget.tokens, budget.budget]));
   drawLines(box, series, {
-    x: "budget (mean tokens per layer and head, as asked)", y: page.columns[column].meaning,
+    x: "budget, as asked (spaced by mean tokens per layer and head)", y: page.columns[column].meaning,
     units: page.columns[column].units,
     ticks: [...names], name: (tokens) => `budget ${names.get(tokens)}`,
     logarithmic: Math.max(...sizes) >= 4 * Math.min(...sizes), nothing: "No cell has this metric.",
