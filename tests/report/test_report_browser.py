@@ -440,6 +440,20 @@ def test_four_thousand_tokens_are_shaded_anew_in_place(large, look):
     assert (shades(window) != before).any()
 
 
+def test_generated_texts_have_a_link_and_visible_line_feeds(large, look):
+    window = look(large)
+    link = window.locator("a[href='#writing']")
+    assert link.is_hidden()
+    window.evaluate("""() => {
+        const trace = page.traces[0], budget = trace.budgets[0];
+        trace.written = "a\\n\\n\\nb";
+        for (const cell of budget.cells) cell.written = "a\\n\\n\\nc";
+        drawWriting(trace, budget);
+      }""")
+    assert link.is_visible()
+    assert window.locator("#written dd").all_text_contents()[:2] == ["a↵↵↵\nb", "a↵↵↵\nc"]
+
+
 def test_a_hostile_prompt_runs_nothing(tmp_path, look):
     window = look(write_report(write_hostile(tmp_path / "hostile")))
     assert window.evaluate("typeof window.hacked") == "undefined"

@@ -7,15 +7,22 @@ function alike(one, other) {
   return at;
 }
 
+/** A text with visible line feeds; empty lines take no room. */
+function withLineFeeds(text) {
+  return text.replace(/\n+/g, (feeds) => "↵".repeat(feeds.length) + "\n");
+}
+
 function drawWriting(trace, budget) {
   const cells = budget.cells.filter((cell) => typeof cell.written === "string" && cell.label !== "full");
-  document.getElementById("writing").hidden = trace.written === null || !cells.length;
+  const isMissing = trace.written === null || !cells.length;
+  document.getElementById("writing").hidden = isMissing;
+  document.querySelector("a[href='#writing']").hidden = isMissing;
   if (trace.written === null) return;
   const entries = cells.flatMap((cell) => {
     const at = alike(cell.written, trace.written);
-    const rest = at < cell.written.length ? make("mark", {}, cell.written.slice(at)) : "";
-    return [make("dt", {}, cell.label), make("dd", {}, cell.written.slice(0, at), rest)];
+    const rest = at < cell.written.length ? make("mark", {}, withLineFeeds(cell.written.slice(at))) : "";
+    return [make("dt", {}, cell.label), make("dd", {}, withLineFeeds(cell.written.slice(0, at)), rest)];
   });
   document.getElementById("written").replaceChildren(
-    make("dt", {}, "full cache"), make("dd", {}, trace.written), ...entries);
+    make("dt", {}, "full cache"), make("dd", {}, withLineFeeds(trace.written)), ...entries);
 }
