@@ -457,7 +457,7 @@ class Run:
             return found.iloc[0]
         name = policy.partition(":")[0]
         of_name = rows["policy"] == name
-        if len(rows) and not of_name.any():
+        if len(rows) and not len(found) and not of_name.any():
             raise Error("policy", "not in this run", nearest(name, rows["policy"]), policy, Refusal.USAGE)
         near = found if len(found) else rows[of_name]
         known = (near["trace"] + ": " + near["label"] + " at " + near["budget"]).head(8)
