@@ -78,7 +78,8 @@ void combine_all_lists(const double* weights, int lists, int count, const double
                        double* out, std::ptrdiff_t out_stride) {
   for (; lists >= 4; lists -= 4, weights += 4 * count, out += 4 * out_stride)
     combine_lists<4>(weights, count, rows, stride, n, out, out_stride);
-  for (; lists > 0; --lists, weights += count, out += out_stride) combine(weights, count, rows, stride, n, out);
+  for (; lists > 0; --lists, weights += count, out += out_stride)
+    combine_lists<1>(weights, count, rows, stride, n, out, out_stride);
 }
 
 }  // namespace
