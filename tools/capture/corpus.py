@@ -26,7 +26,7 @@ from kvreplay.capture.command import finished, quiet_libraries
 from kvreplay.capture.corpus_prompts import KINDS, full_prompts, small_prompts
 from kvreplay.capture.prompts import Prompt, encode
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser
+from kvreplay.program import Parser, on_terminal
 from kvreplay.trace import PRODUCER, Trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ def ruler_chosen(tasks: Sequence[str], tokens: Sequence[int]) -> list[Prompt]:
     for name in tasks:
         if name not in ruler.TASKS:
             raise Error("corpus", "task", f"one of {', '.join(ruler.TASKS)}", name, Refusal.USAGE)
-    quiet_libraries(sys.stderr.isatty())
+    quiet_libraries(on_terminal())
     from kvreplay.capture.model import load_tokenizer
     from kvreplay.capture.source import Source
 
@@ -294,7 +294,7 @@ def capture_all(
     prompts: Sequence[Prompt], sources: Mapping[str, str], manifest: Manifest, model_source: Any, settings: Settings
 ) -> None:
     """One trace each, listed as soon as it is written; the model is loaded once."""
-    show = sys.stderr.isatty()
+    show = on_terminal()
     quiet_libraries(show)
     from tqdm import tqdm
 

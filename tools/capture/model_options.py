@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from kvreplay.capture.source import Source
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import say_notes
+from kvreplay.program import on_terminal, say_notes
 
 DTYPES = ("float16", "bfloat16", "float32")
 LOADS = ("8bit", "4bit")
@@ -163,4 +162,4 @@ def say_loading(command: str, source: Source, arguments: argparse.Namespace) -> 
 
 def shows_progress(arguments: argparse.Namespace) -> bool:
     """Whether --progress, or the terminal, enables the progress bar."""
-    return arguments.progress == "always" or (arguments.progress == "auto" and sys.stderr.isatty())
+    return arguments.progress == "always" or (arguments.progress == "auto" and on_terminal())

@@ -194,7 +194,7 @@ def print_next_replay(trace: Path) -> None:
     print(f"next     kvreplay replay {shlex.quote(str(trace))} -p snapkv,h2o,chunkkv -b 0.1 -o out")
 
 
-def _on_terminal() -> bool:
+def on_terminal() -> bool:
     """Whether stderr is a terminal; it is None if the shell has closed it."""
     return sys.stderr is not None and sys.stderr.isatty()
 
@@ -205,13 +205,13 @@ def say_notes(command: str, notes: Iterable[str], quiet: bool = False) -> None:
 
     for note in () if quiet else notes:
         line = f"kvreplay: {command}: {note}"
-        fits = "\n" in line or not _on_terminal()
+        fits = "\n" in line or not on_terminal()
         print(*([line] if fits else wrapped(line, "  ")), sep="\n", file=sys.stderr)
 
 
 def say_step(command: str, step: str, quiet: bool = False) -> None:
     """Prints a step that takes seconds, on a terminal only, unless `quiet`."""
-    say_notes(command, [step], quiet or not _on_terminal())
+    say_notes(command, [step], quiet or not on_terminal())
 
 
 def _say(line: str) -> None:
