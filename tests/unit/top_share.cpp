@@ -46,5 +46,13 @@ TEST(TopShare, OfManyWeightsIsTheShortestListThatExceedsTheShare) {
   EXPECT_EQ(top_share(logits, 1.0).size(), logits.size());
 }
 
+TEST(TopShare, AShareOfOneReadsAllTokensHoweverTheSumsAreRounded) {
+  for (std::uint64_t trial = 0; trial < 100; ++trial) {
+    std::vector<double> logits(100);  // the sum of the largest weights can exceed 1
+    for (std::uint64_t i = 0; i < logits.size(); ++i) logits[i] = 10 * gaussian(chain(trial, i, 0), chain(trial, i, 1));
+    EXPECT_EQ(top_share(logits, 1.0).size(), logits.size()) << "trial " << trial;
+  }
+}
+
 }  // namespace
 }  // namespace kvreplay
