@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -188,6 +189,7 @@ class Capture(Replay):
         words = "--model model --generate 8 -q --force -o out.h5 --prompt".split()
         made = cls(folder, (*words, "A few words, " * 15), "out.h5")
         server = cls.server()
+        forkserver._forkserver._stop()  # another test of this process may have started one without the library
         before = os.environ.get("LD_PRELOAD")
         if interposed:
             os.environ["LD_PRELOAD"] = str(interposed)
