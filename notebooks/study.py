@@ -286,9 +286,9 @@ class Study:
 
         if answers:
             by_size = rows.sort_values("kept_tokens", kind="stable")
-            self._writing.measure(run, trace, by_size, ANSWER_TOKENS, list(answers), False)
+            self._writing.measure(run, trace, by_size, ANSWER_TOKENS, list(answers))
         else:
-            self._predicting.measure(run, trace, rows, 0, None, False)
+            self._predicting.measure(run, trace, rows, 0, None)
         if failed := self._predicting.failed + self._writing.failed:
             raise Error(trace.name, "cells failed", "", ", ".join(failed))
         write_view(run.folder)

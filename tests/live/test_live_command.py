@@ -254,12 +254,30 @@ def test_no_continuation(case: Callable[..., Case], capsys: pytest.CaptureFixtur
     assert "expected a continuation after the prompt, found none" in capsys.readouterr().err
 
 
-def test_another_model(copy: Case, case: Callable[..., Case], capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_is_rejected_before_it_is_loaded(
+    copy: Case, case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = case("qwen3").model
     capsys.readouterr()
-    assert Case(case("one_kv_head").model, copy.run).live() == 3
-    assert "another model: expected 4 query and 2 KV heads, found 4 and 1" in capsys.readouterr().err
-    assert Case(case("qwen3").model, copy.run).live() == 3
-    assert "another model: expected weights" in capsys.readouterr().err
+    monkeypatch.setattr("kvreplay.capture.model.load", lambda *_: pytest.fail("loaded"))
+    assert Case(other, copy.run).live() == 3
+    of_trace = Run(copy.run).trace("t").model
+    assert f"another model: expected {of_trace}, weights" in capsys.readouterr().err
+
+
+def test_progress_in_a_pipe(copy: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def progress() -> list[str]:
+        said = capsys.readouterr().err.splitlines()
+        return [line.removeprefix("kvreplay: live: ") for line in said if "measured" in line]
+
+    monkeypatch.setattr("kvreplay.capture.progress.SECONDS_BETWEEN_LINES", 0.0)
+    capsys.readouterr()
+    assert copy.live("-p", "full,local", "-b", "24", "--progress", "auto") == 0
+    assert progress() == ["t: 1 of 2 cells measured", "t: 2 of 2 cells measured"]
+    assert copy.live("-p", "full,local", "-b", "24", "--generate", "2", "--progress", "auto") == 0
+    generating = "t: generating 2 tokens for each cell: "
+    assert progress() == [f"{generating}1 of 2 cells measured", f"{generating}2 of 2 cells measured"]
+    assert copy.live("-p", "random", "-b", "24", "--progress", "never") == 0 and not progress()
 
 
 def test_a_model_is_compared_by_keys_where_no_hash_says(
@@ -274,6 +292,8 @@ def test_a_model_is_compared_by_keys_where_no_hash_says(
     (copy.run / "run.json").write_text(about.replace(str(path), str(tmp_path / "t.h5")))
     assert copy.live("-p", "full") == 0
     assert "checked by its shapes and the keys of the first tokens" in capsys.readouterr().err
+    assert Case(case("one_kv_head").model, copy.run).live("-p", "snapkv") == 3
+    assert "another model: expected 4 query and 2 KV heads, found 4 and 1" in capsys.readouterr().err
     assert Case(case("qwen3").model, copy.run).live("-p", "snapkv") == 3
     assert "another model: expected the keys of the first tokens in layer" in capsys.readouterr().err
 

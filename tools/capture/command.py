@@ -359,7 +359,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         before = _peak_mib()
         generated = f", generating {arguments.generate} tokens" if arguments.generate else ""
         say_notes("capture", [f"{prompt.name}: prompt {number} of {len(prompts)}{generated}"], hides_progress)
-        progress = partial(progress_of, prompt.name, arguments=arguments)
+        progress = partial(progress_of, "capture", "layers written", prompt.name, arguments=arguments)
         captured = capture(model, tokenizer, prompt, path, choices, progress)
         memory = f"peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture"
         print("\n".join([*_lines(captured, path), *wrapped(f"memory   {memory}", INDENT)]), flush=True)

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,8 @@ def live(arguments: argparse.Namespace) -> None:
     import torch
 
     from kvreplay.capture.model import load, placement
-    from kvreplay.live.measure import LiveModel, say
+    from kvreplay.capture.progress import progress_of
+    from kvreplay.live.measure import LiveModel, has_weights_of, say
     from kvreplay.live.results import Way, compare_texts, write_view
 
     for run, trace, _ in wanted:
@@ -124,6 +126,8 @@ def live(arguments: argparse.Namespace) -> None:
         say("all cells are measured already")
         _print_tables(runs, arguments)
         return
+    for run, trace, _ in wanted:
+        has_weights_of(run, trace, model_hash)  # another model is rejected before it is loaded
     model, tokenizer = load(choices)
     machine = LiveModel(model, tokenizer, source.title, model_hash or source.hash(), arguments.batch,
                         arguments.memory, decide=arguments.live_decisions)  # fmt: skip
@@ -136,7 +140,7 @@ def live(arguments: argparse.Namespace) -> None:
             rows,
             count=arguments.generate,
             answers=answers.get(trace.name),
-            show=show,
+            progress=partial(progress_of, "live", "cells measured", arguments=arguments),
         )
         write_view(run.folder)
         if (floor := machine.floors.pop(trace.name, None)) is not None:

@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import psutil
 import torch
-from tqdm import tqdm
 
 from kvreplay.capture.masks import ROW_BLOCK
 from kvreplay.capture.model import head_dim
+from kvreplay.capture.progress import hidden
 from kvreplay.errors import Error, Refusal
 from kvreplay.live import texts
 from kvreplay.live.cells import LiveCell, cells_of, evicted
@@ -111,9 +111,16 @@ class LiveModel:
         self.floors: dict[str, float] = {}
 
     def measure(
-        self, run_: Run, trace: TraceFacts, rows: pd.DataFrame, count: int, answers: list[str] | None, show: bool
+        self,
+        run_: Run,
+        trace: TraceFacts,
+        rows: pd.DataFrame,
+        count: int,
+        answers: list[str] | None,
+        progress: Callable[[str, int], Any] = hidden,
     ) -> None:
-        """Adds the numbers of these cells to live/NAME.csv; with `count`, also those of texts of `count` tokens."""
+        """Adds the numbers of these cells to live/NAME.csv; with `count`, also those of texts of `count` tokens.
+        `progress` gives tqdm's bar of a name and a number of cells, or an object with its methods."""
         work = Work.of(run_, trace, rows, count, self.way, self._decide)
         if self._is_latent:
             if self._decide:
@@ -132,7 +139,7 @@ class LiveModel:
         self._batch = self.batch_of(trace, rows)
         if self._batch < self._most:
             self._say(f"{trace.name}: batch of {self._batch} cells in place of {self._most}, limited by --memory")
-        bar = tqdm(total=work.cells, unit=" cells", desc=trace.name, disable=not show, file=sys.stderr)
+        bar = progress(trace.name, work.cells)
         with contextlib.closing(bar):
             whole = read(self._model, self._name, [int(one) for one in known], trace.boundary)
             if by_keys and not self._is_latent:  # the trace has latent vectors in the place of keys
@@ -276,10 +283,7 @@ class LiveModel:
         if heads != (trace.query_heads, trace.kv_heads):
             raise Error(trace.name, "another model", f"{trace.query_heads} query and {trace.kv_heads} KV heads",
                         "{} and {}".format(*heads))  # fmt: skip
-        hash_of_trace = _source_hash(run_, trace)
-        if hash_of_trace and self._hash and hash_of_trace != self._hash:
-            raise Error(trace.name, "another model", f"weights {hash_of_trace[:16]}...", f"{self._hash[:16]}...")
-        return not (hash_of_trace and self._hash)
+        return not has_weights_of(run_, trace, self._hash)
 
     def _compare_keys(self, run_: Run, trace: TraceFacts, whole: Text) -> None:
         """Compares the keys of the first tokens in the first layer, if the trace's file exists."""
@@ -323,6 +327,16 @@ def _groups(cells: Sequence[LiveCell], size: int) -> Iterator[Sequence[LiveCell]
 def _until(tokens: list[int], ends: set[int]) -> list[int]:
     """The tokens before the first one that ends a text."""
     return list(takewhile(lambda token: token not in ends, tokens))
+
+
+def has_weights_of(run_: Run, trace: TraceFacts, model_hash: str) -> bool:
+    """Whether the hashes of the weights show that the model is the trace's; False where one is missing. Throws Error if
+    they show another model."""
+    of_trace = _source_hash(run_, trace)
+    if of_trace and model_hash and of_trace != model_hash:
+        raise Error(trace.name, "another model", f"{trace.model}, weights {of_trace[:16]}...",
+                    f"{model_hash[:16]}...")  # fmt: skip
+    return bool(of_trace and model_hash)
 
 
 def _source_hash(run_: Run, trace: TraceFacts) -> str:

@@ -80,7 +80,7 @@ class Objective:
         for one in traces:
             rows = asked[(asked["trace"] == one.name) & (asked["budget"] == self.budget)]
             if len(rows):
-                self.live.measure(run, run.trace(one.name), rows, 0, None, False)
+                self.live.measure(run, run.trace(one.name), rows, 0, None)
         write_view(run.folder)
         self.note(*(f"failed: {one}" for one in self.live.failed))
         return Run(run.folder)
