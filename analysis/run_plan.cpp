@@ -46,6 +46,12 @@ void check_request(const RunRequest& request) {
 /// A file of cells that an earlier run has left belongs to the same trace under the same conditions, or it is in the
 /// way.
 void check_earlier(const fs::path& path, const TraceRecord& found, const TraceRecord& expected) {
+  if (expected.hash != found.hash)
+    throw Error{Refusal::usage, path.string(),
+                fmt::format("results of another trace named {}; use another folder, another file name of the trace, or "
+                            "--force to overwrite",
+                            expected.name),
+                "trace hash " + expected.hash, found.hash};
   if (const auto other = differing_condition(expected, found))
     throw Error{Refusal::usage, path.string(),
                 other->what + " of the earlier results (use another folder, or --force to overwrite)", other->expected,

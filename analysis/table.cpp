@@ -4,10 +4,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <boost/algorithm/string.hpp>
 #include <cctype>
 #include <cmath>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <span>
@@ -577,6 +579,29 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
   return text + (summary.output.empty() ? "" : next_lines(summary, rows, layout, omits_rows));
 }
 
+/// A document's table, with the budget where there is one, and the notes: comments in LaTeX, paragraphs in Markdown.
+std::string document(const TableRows& rows, const Tables& tables, Layout layout, TableFormat format) {
+  layout.width = std::numeric_limits<std::size_t>::max();
+  std::string below;
+  for (const auto& [part, budgets] : tables) {
+    if (tables.size() == 1 && budgets.size() == 1) below += budget_lines(part->traces, budgets.front(), layout);
+    for (const BudgetRows& budget : budgets) below += notes(*part, budget, layout);
+  }
+  std::vector<std::string> lines;
+  boost::replace_first(below, "budget   ", "budget ");
+  boost::replace_all(below, "never marked *", "never marked as the best");
+  boost::split(lines, below, boost::is_any_of("\n"));
+  std::string before, after;
+  std::set<std::string> known{""};
+  for (const std::string& line : lines) {
+    if (!known.insert(line).second) continue;
+    before += "% " + line + '\n';
+    after += '\n' + line + '\n';
+  }
+  const std::string text = formatted_table(rows, layout.columns, layout.heads > 0, format);
+  return format == TableFormat::latex ? before + text : text + after;
+}
+
 }  // namespace
 
 std::string table(const RunSummary& summary, const TableOptions& options) {
@@ -585,8 +610,7 @@ std::string table(const RunSummary& summary, const TableOptions& options) {
   if (options.format == TableFormat::csv) return formatted_table(rows, rows.columns(), true, options.format);
   const Tables tables = tables_of(rows);
   const Layout layout = layout_of(rows, tables, options);
-  if (options.format != TableFormat::text)
-    return formatted_table(rows, layout.columns, layout.heads > 0, options.format);
+  if (options.format != TableFormat::text) return document(rows, tables, layout, options.format);
   return text_table(part, rows, tables, layout, options);
 }
 

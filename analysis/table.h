@@ -14,7 +14,7 @@ enum class TableFormat { text, markdown, latex, csv };
 /// The part of a run that a table shows. Empty lists: the default part.
 struct TableOptions {
   std::vector<std::string> policies = {};  // names, labels or NAME:KEY=VALUE; default: at most ten, and the controls
-  std::vector<std::string> budgets = {};   // in any spelling, or in tokens; default: the first at which most select
+  std::vector<std::string> budgets = {};   // in any spelling, or in tokens; default: that with most live numbers, else the first at which most select
   std::vector<std::string> traces = {};    // default: all
   std::vector<std::string> columns = {};   // metrics, their titles, or skill; default: those that fit 80 columns
   bool all = false;                        // every policy at every budget
@@ -28,8 +28,9 @@ struct TableOptions {
 /// have, with the nearest.
 RunSummary selection(RunSummary summary, const TableOptions& options);
 
-/// Throws Error{usage} for a column that does not exist, or that a run of these metrics does not measure.
-void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics);
+/// Throws Error{usage} for a column that does not exist, or that a run of these metrics does not measure, with random
+/// twins (`has_twins`) or without.
+void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics, bool has_twins);
 
 /// Controls are in parentheses; random twins that are controls are left out. `*` marks the best policy of the
 /// selection in each column and budget, among policies that beat their twins. Text ends with the best policies, the

@@ -187,13 +187,15 @@ bool most_select_tokens(const BudgetRows& budget) {
   return selecting > filled;
 }
 
-/// Whether a policy that is compared has live numbers.
-bool has_live_numbers(const BudgetRows& budget) {
-  return std::ranges::any_of(budget.rows, [](const PolicyRow& row) {
-    return TableRows::is_compared(row) && std::ranges::any_of(row.cells, [](const CellRecord* cell) {
-             return std::ranges::any_of(cell->values, [](const auto& one) { return is_live(one.first); });
-           });
-  });
+/// How many cells of compared policies have live numbers.
+std::ptrdiff_t live_cells(const BudgetRows& budget) {
+  std::ptrdiff_t count = 0;
+  for (const PolicyRow& row : budget.rows)
+    if (TableRows::is_compared(row))
+      count += std::ranges::count_if(row.cells, [](const CellRecord* cell) {
+        return std::ranges::any_of(cell->values, [](const auto& one) { return is_live(one.first); });
+      });
+  return count;
 }
 
 std::vector<TracesRows> parts_of(const RunSummary& summary, bool each) {
@@ -225,10 +227,11 @@ std::string heads_text(const PolicyRow& row, const TraceRecord& trace) {
              : row.facts->heads;
 }
 
-void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics) {
+void check_columns(const std::vector<std::string>& columns, std::span<const MetricName> metrics, bool has_twins) {
   const std::vector<MetricName> measured = metrics_of_trace(metrics, {}, 0);
   for (const std::string& text : columns) {
-    if (text == skill_title) continue;
+    if (text == skill_title && has_twins) continue;
+    if (text == skill_title) throw Error{Refusal::usage, "--columns", "skill needs random twins", "--controls twins"};
     const MetricName name = parse_metric("--columns", text);
     const bool is_of_cell = name == kept_tokens || unit_of(name) == "s";
     if (is_of_cell || std::ranges::find(measured, name) != measured.end()) continue;
@@ -484,8 +487,8 @@ std::vector<BudgetRows> TableRows::tables(const TracesRows& part) const {
     const int boundary = part.traces.front()->boundary;
     const auto evicts = [&](const BudgetRows& budget) { return evicts_tokens(budget, boundary); };
     const auto decides = [&](const BudgetRows& budget) { return evicts(budget) && most_select_tokens(budget); };
-    auto first = std::ranges::find_if(part.budgets, has_live_numbers);
-    if (first == part.budgets.end()) first = std::ranges::find_if(part.budgets, decides);
+    auto first = std::ranges::max_element(part.budgets, {}, live_cells);
+    if (live_cells(*first) == 0) first = std::ranges::find_if(part.budgets, decides);
     if (first == part.budgets.end()) first = std::ranges::find_if(part.budgets, evicts);
     tables.push_back(table_of(first == part.budgets.end() ? part.budgets.front() : *first));
     return tables;

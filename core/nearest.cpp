@@ -22,7 +22,8 @@ std::string nearest(std::string_view name, std::span<const std::string> known) {
     }
   }
   if (known.size() == 1) return all;
-  return best.empty() || known.size() <= few ? "one of " + all : std::string(suggestion) + best + "?";
+  const bool is_number = name.find_first_not_of("0123456789.%") == std::string_view::npos;
+  return best.empty() || is_number || known.size() <= few ? "one of " + all : std::string(suggestion) + best + "?";
 }
 
 }  // namespace kvreplay

@@ -11,7 +11,7 @@ namespace kvreplay {
 inline constexpr std::string_view suggestion = "did you mean ";
 
 /// For Error's `expected`: "one of A, B, C" where at most four names are `known` or none is near, else "did you mean
-/// A?" with the nearest name by edit distance.
+/// A?" with the nearest name by edit distance. Numbers are not near each other.
 std::string nearest(std::string_view name, std::span<const std::string> known);
 
 }  // namespace kvreplay

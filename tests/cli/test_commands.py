@@ -368,6 +368,22 @@ def test_placed_parts_are_shown_with_their_names(tmp_path: Path) -> None:
     assert "select=chunks" in shown and "protect=(sinks=4,recent=0)" in shown and "chunk=10" in shown
 
 
+def test_parts_fit_a_narrow_terminal(tmp_path: Path) -> None:
+    text = done("policies", "--parts", folder=tmp_path)
+    assert max(map(len, text.splitlines())) <= 80
+    words = text.split()
+    for part in json.loads(done("policies", "--parts", "--json", folder=tmp_path)):
+        assert part["name"] in words and part["kind"] + "=" in words
+
+
+def test_another_trace_of_the_same_name_is_rejected(tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        done("synth", "sinks", "-o", "t.h5", "--prompt", "64", "--seed", seed, "--force", folder=tmp_path)
+        answer = kvreplay("replay", "t.h5", "-p", "h2o", "-b", "6", "-o", "out", folder=tmp_path)
+    assert answer.code == 2 and "out/cells/t.h5: results of another trace named t; use another folder" in answer.err
+    done("replay", "t.h5", "-p", "h2o", "-b", "6", "-o", "out", "--force", folder=tmp_path)
+
+
 @pytest.mark.parametrize("words", [["policies"], ["policies", "--parts"], ["policies", "h2o"], ["metrics"],
                                    ["metrics", "jaccard_matrix"]])  # fmt: skip
 def test_markdown_tables_are_whole(words: list[str], tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ UNKNOWN_NAMES = {
     "kvreplay-check trace.h5 trace.npz -p snapkv -b 0": "budget 0: out of range: expected 1..2147483647, found 0",
     "kvreplay-compare run --baseline snapvk": "--baseline: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-compare run --baseline h2o -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
-    "kvreplay-compare run --baseline h2o -b 0.4": "-b: unknown budget 0.4: did you mean 0.5?",
+    "kvreplay-compare run --baseline h2o -b 0.4": "-b: unknown budget: expected one of 0.5, 6, found 0.4",
     "kvreplay-compare run --baseline h2o --metric recal": "unknown metric recal: did you mean attention_recall?",
     "kvreplay-live run --model x -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-live run --model x --trace fixtur": "--trace: unknown trace fixtur: did you mean fixture?",

@@ -188,6 +188,29 @@ def test_every_format_has_the_same_numbers(traces: Path) -> None:
     assert sum("**" in line for line in markdown) >= 2
 
 
+def document_rows(document: str) -> list[str]:
+    """The lines of a table in Markdown or LaTeX, without those beside it."""
+    return [line for line in document.splitlines() if line.startswith(("|", "\\")) or line.endswith("\\\\")]
+
+
+@pytest.mark.parametrize("form", ["--markdown", "--latex"])
+def test_documents_name_a_single_budget_and_unequal_memory(tmp_path: Path, form: str) -> None:
+    done("synth", "fixture", "-o", "fixture.h5", folder=tmp_path)
+    done("replay", "fixture.h5", "-p", "h2o,quest", "-b", "4,6", "-o", "out", folder=tmp_path)
+
+    def beside(*words: str) -> list[str]:
+        text = done("show", "out", form, *words, folder=tmp_path)
+        rest = [line for line in text.splitlines() if line and line not in document_rows(text)]
+        assert all(line.startswith("% ") for line in rest) == (form == "--latex")
+        return [line.removeprefix("% ") for line in rest]
+
+    memory = "not at equal memory, so never marked as the best: quest"
+    [budget, note] = beside("-b", "6")
+    assert budget.startswith("budget 6 tokens per layer and head on average") and note == memory
+    assert beside("--all") == [memory]
+    assert len(beside("-b", "6", "-p", "h2o")) == 1
+
+
 def test_csv_and_json_have_everything_that_is_selected(run: tuple[Path, str], traces: Path, tmp_path: Path) -> None:
     folder, _ = run
     rows = as_csv("out", folder=folder)
@@ -201,9 +224,9 @@ def test_csv_and_json_have_everything_that_is_selected(run: tuple[Path, str], tr
     assert [(row["budget"], row["policy"]) for row in one][:1] == [("40", "h2o")] and len(one) == 4
     assert len(as_csv("out", "--each", folder=traces)) == 5 * len(as_csv("out", folder=traces))
     for form, lines, between in (("--markdown", 2, 0), ("--latex", 6, 2)):
-        short, whole = (done("show", "out", *all_, form, folder=folder).splitlines() for all_ in ([], ["--all"]))
+        short, whole = (document_rows(done("show", "out", *all_, form, folder=folder)) for all_ in ([], ["--all"]))
         assert len(short) == lines + 10 + 3 and len(whole) == lines + len(rows) + between
-        named = done("show", "out", "--columns", "kept", form, folder=folder).splitlines()
+        named = document_rows(done("show", "out", "--columns", "kept", form, folder=folder))
         assert any("heads" in line for line in short) and not any("heads" in line for line in named)
 
 
@@ -259,7 +282,7 @@ def test_show_selects(run: tuple[Path, str]) -> None:
     for words, message in (
         (["-p", "snapvk"], "--policy: unknown policy snapvk: did you mean snapkv?"),
         (["-p", "snapkv:window=3"], "--policy: unknown policy snapkv:window=3: did you mean snapkv:window=2?"),
-        (["-b", "0.4"], "--budget: unknown budget"),
+        (["-b", "0.4"], "--budget: unknown budget: expected one of 0.2, 0.3, 40, found 0.4"),
         (["--traces", "u"], "--trace: unknown trace"),
         (["--columns", "attention_recall:prompt"], "--columns: not measured in this run"),
         (["--columns", "atention_recall"], "did you mean attention_recall?"),
@@ -426,6 +449,12 @@ def test_columns_are_checked_before_the_run(run: tuple[Path, str], tmp_path: Pat
     assert titles_of(text)[1:] == ["kept", "recall", "needle", "select", "skill"]
 
 
+def test_skill_without_twins_is_rejected_before_the_replay(run: tuple[Path, str], tmp_path: Path) -> None:
+    answer = kvreplay("replay", run[0] / "t.h5", "-p", "h2o", "-b", "0.2", "--columns", "skill", folder=tmp_path)
+    assert (answer.code, list(tmp_path.iterdir())) == (2, []), answer
+    assert answer.err == "kvreplay: --columns: skill needs random twins: expected --controls twins\n"
+
+
 def test_every_column_that_was_not_measured_is_named_at_once(tmp_path: Path) -> None:
     done("synth", "sinks", "-o", "t.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
     done("replay", "t.h5", "-p", "h2o,knorm", "-b", "0.2", "--metrics", "recall,out.err", "-o", "out", folder=tmp_path)
@@ -438,7 +467,7 @@ def test_every_column_that_was_not_measured_is_named_at_once(tmp_path: Path) -> 
 
 def test_warnings_are_printed_whatever_the_table_does(run: tuple[Path, str], tmp_path: Path) -> None:
     words = ["replay", run[0] / "t.h5", "-p", "h2o", "-b", "0.2,19", "--controls", "none", "-o", "out"]
-    answer = kvreplay(*words, "--columns", "skill", folder=tmp_path)
+    answer = kvreplay(*words, "--columns", "span_recall:nothing.mean", folder=tmp_path)
     assert answer.code == 2 and "h2o is replayed once\n" in answer.err, answer
     assert "\nkvreplay: --columns: not measured in this run" in answer.err
 

@@ -354,7 +354,7 @@ def test_a_thousand_traces_of_two_policies_with_other_rows_between(tmp_path, cap
         (["--baseline", "b"], "--baseline: ambiguous policy: expected one of b:chunk=10, b:chunk=20, found b"),
         (["--baseline", "base", "-p", "base"], "--baseline: no policy to compare with the baseline"),
         (["--baseline", "base", "-p", "c"], "-p: unknown policy"),
-        (["--baseline", "base", "-b", "0.2"], "-b: unknown budget 0.2: did you mean 0.1?"),
+        (["--baseline", "base", "-b", "0.2"], "-b: unknown budget: expected 0.1, found 0.2"),
         (
             ["--baseline", "base", "--metric", "atention_recall"],
             "--metric: unknown metric atention_recall: did you mean attention_recall?",

@@ -115,6 +115,8 @@ def test_a_figure_goes_into_the_run_when_nothing_is_said(broken, capsys):
     assert main(["budgets", str(broken)]) == 0
     assert capsys.readouterr().out == f"{broken / 'figures' / 'budgets.svg'}\n"
     assert (broken / "figures" / "budgets.svg").exists()
+    assert main(["curve", str(broken), "--metric", "attention_recall:prompt"]) == 0
+    assert capsys.readouterr().out == f"{broken / 'figures' / 'curve-attention_recall-prompt.svg'}\n"
 
 
 @pytest.mark.parametrize("kind", ["heatmap", "kept", "budgets"])
@@ -1130,7 +1132,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["curve", "--width", "page"], "--width: expected column, text or 2.5 to 20.0 inches, found page"),
         (["curve", "--width", "1"], "--width: expected column, text or 2.5 to 20.0 inches, found 1"),
         (["heatmap", "-p", "snapvk"], "-p: unknown policy snapvk: did you mean snapkv?"),
-        (["heatmap", "-b", "0.15"], "-b: unknown budget 0.15: did you mean 0.1?"),
+        (["heatmap", "-b", "0.15"], "-b: unknown budget: expected one of 0.1, 0.2, 0.3, found 0.15"),
         (["kept", "--trace", "demos"], "--trace: unknown trace demos: did you mean demo?"),
         (
             ["kept", "-o", "figure.jpg"],

@@ -20,6 +20,7 @@ import pytest
 from make_run import CHUNKKV, H2O, SNAPKV, Policy, make_run
 from make_special import HOSTILE, write_hostile, write_largest, write_live
 from program import done
+from program import kvreplay as kvreplay_program
 from run_pages import POLICIES, TRACE, cell_of, kept_by, opened, write_report
 from scipy.stats import rankdata
 
@@ -403,6 +404,16 @@ def test_a_page_opens_at_the_trace_and_the_budget_with_most_live_numbers(tmp_pat
     assert opening() == [("b", "0.5")]
 
 
+def test_a_page_opens_at_the_budget_of_the_table(tmp_path):
+    """The first at which most policies select tokens: not 6, and not 100, which holds the whole prompt."""
+    done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
+    for budgets, opens_at in (("6,9,32", "9"), ("100,6,32", "32"), ("100,6", "6"), ("100", "100")):
+        words = ["-p", "snapkv,ada-kv,knorm", "-b", budgets, "-o", budgets]
+        assert kvreplay_program("replay", "t.h5", *words, folder=tmp_path).code == 0
+        assert f"\nbudget   {opens_at}" in done("show", budgets, folder=tmp_path)
+        assert read(write_report(tmp_path / budgets))["traces"][0]["opens_at"] == opens_at
+
+
 def test_reading_is_said_on_a_terminal_only(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path / "run", budgets=["0.1"])
     step = f"kvreplay: report: reading {run}\n"
@@ -528,7 +539,7 @@ def write_wrong_text(run: Path) -> None:
     (None, ["-o", "page.pdf"], 2, "-o: unknown file format: expected a name ending in .html or .htm, found page.pdf"),
     (None, ["--trace", "dem"], 2, "--trace: unknown trace dem: did you mean demo?"),
     (None, ["-p", "snapvk"], 2, "-p: unknown policy snapvk: did you mean snapkv?"),
-    (None, ["-b", "0.4"], 2, "-b: unknown budget 0.4: did you mean 0.1?"),
+    (None, ["-b", "0.4"], 2, "-b: unknown budget: expected 0.1, found 0.4"),
     (None, ["--text"], 2, "report: unknown option --text: did you mean --no-text?"),
     (None, ["--trase", "demo"], 2, "report: unknown option --trase: did you mean --trace?"),
     (None, ["-o", "/proc/no/page.html"], 3, "/proc/no: cannot be written"),

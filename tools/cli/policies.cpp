@@ -2,6 +2,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <boost/algorithm/string/replace.hpp>
 #include <cstddef>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -133,6 +134,22 @@ std::map<std::string, std::vector<std::string>> misfits() {
   return found;
 }
 
+/// The parts of each kind under its name; a part's parameters and their defaults behind its summary. Rows of kind,
+/// name, summary, parameters.
+void print_parts(const std::vector<TableRow>& rows) {
+  for (auto next = rows.begin(); next != rows.end();) {
+    const std::string kind = next->front();
+    std::vector<TableRow> lines;
+    for (; next != rows.end() && next->front() == kind; ++next) {
+      const std::string& values = (*next)[3];
+      const std::string shown = values.empty() ? "" : " (" + boost::replace_all_copy(values, ",", ", ") + ")";
+      lines.push_back({(*next)[1], (*next)[2] + shown});
+    }
+    fmt::print("{}=\n", kind);
+    print_columns(lines, 2, page_width());
+  }
+}
+
 int list_parts(const Arguments& arguments) {
   Json document = Json::array();
   std::vector<TableRow> rows;
@@ -159,11 +176,10 @@ int list_parts(const Arguments& arguments) {
     print_markdown_table({"kind", "part", "function", "parameters", "not combined with"}, rows, {0, 1, 3, 4});
   } else {
     std::vector<TableRow> apart;
-    for (TableRow& row : rows) row.pop_back();
     for (const auto& [part, others] : not_with) apart.push_back({part, fmt::format("{}", fmt::join(others, " "))});
-    print_columns(rows);
+    print_parts(rows);
     fmt::print("\nParts that cannot be combined:\n");
-    print_columns(apart, 2);
+    print_columns(apart, 2, page_width());
   }
   return 0;
 }

@@ -541,7 +541,7 @@ int run_replay(const Arguments& given) {
   const Arguments& arguments = experiment.arguments;
   const bool is_quiet = arguments.is_quiet();
   const TableOptions table = table_options_of(arguments);
-  check_columns(table.columns, asked_metrics(arguments));
+  check_columns(table.columns, asked_metrics(arguments), arguments.text("controls") == "twins");
   if (!is_quiet) report_user_defaults(arguments);
   if (given.given("watch")) watch(arguments);
   heed_interruptions();

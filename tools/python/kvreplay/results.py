@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -334,20 +335,30 @@ class Run:
         """The inputs of the last call, which run.json describes; other traces are from earlier calls."""
         return self.about.get("inputs", [])
 
-    @cached_property
-    def own_memory(self) -> set[tuple[str, str]]:
-        """(trace, cell) of the cells that ignore the budget: of the last call as run.json says, of earlier calls as the
-        files of cells say. Without these files, the cells that keep more tokens than their budget."""
-        listed = {(one.get("trace"), one.get("cell")): one.get("own_memory") for one in self.about.get("cells", [])}
+    def _fact(self, name: str, missing: Callable[[Any], bool]) -> set[tuple[str, str]]:
+        """(trace, cell) of the cells with a fact: of the last call as run.json says, of earlier calls as the files of
+        cells say; for a row of `cells` that neither describes, `missing` says."""
+        listed = {(one.get("trace"), one.get("cell")): one.get(name) for one in self.about.get("cells", [])}
         found = set()
         for row in self.cells.itertuples():
-            own = listed.get((row.trace, row.cell))
-            if own is None:
+            has = listed.get((row.trace, row.cell))
+            if has is None:
                 with contextlib.suppress(Error, KeyError):
-                    own = self.cells_file(row.trace)[f"/cells/{row.cell}"].attrs["own_memory"]
-            if row.kept_tokens > row.budget_tokens + 1e-9 if own is None else own:
+                    has = self.cells_file(row.trace)[f"/cells/{row.cell}"].attrs[name]
+            if missing(row) if has is None else has:
                 found.add((row.trace, row.cell))
         return found
+
+    @cached_property
+    def own_memory(self) -> set[tuple[str, str]]:
+        """(trace, cell) of the cells that ignore the budget. Without run.json and files of cells, of those that keep
+        more tokens than their budget."""
+        return self._fact("own_memory", lambda row: row.kept_tokens > row.budget_tokens + 1e-9)
+
+    @cached_property
+    def protected_fill_budget(self) -> set[tuple[str, str]]:
+        """(trace, cell) of the cells whose policies select no token, as protected tokens fill the budget."""
+        return self._fact("protected_fill_budget", lambda row: False)
 
     @cached_property
     def fails_twin(self) -> set[tuple[str, str]]:

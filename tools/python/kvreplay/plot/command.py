@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,7 +96,8 @@ def parser() -> Parser:
     )
     add = found.add_argument_group("results").add_argument
     add("-o", "--output", metavar="FIG.svg|pdf|png|pgf", type=Path, action="append", default=[],
-        help="file to write, in the format of its suffix; repeatable (default: RUN/figures/KIND.svg)")  # fmt: skip
+        help="file to write, in the format of its suffix; repeatable (default: "
+        "RUN/figures/KIND.svg, with --metric KIND-METRIC.svg)")  # fmt: skip
     add("--data", metavar="FILE.csv", type=Path, help="CSV file of the numbers in the figure")
     add("--title", metavar="TEXT", default="", help="title (default: that of the kind; none with --style paper)")
     add("--style", choices=("screen", "paper"), default="screen",
@@ -236,7 +238,9 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
 
     source = TraceFile(arguments.run) if arguments.run.suffix == ".h5" else Run(arguments.run)
     drawing = drawn(arguments, source)
-    outputs = arguments.output or [source.figures / f"{arguments.kind}.svg"]
+    metric = asked_of_kinds(arguments).get("metric_asked", "")
+    name = "-".join(filter(None, [arguments.kind, re.sub(r"[^\w.-]+", "-", metric)]))
+    outputs = arguments.output or [source.figures / f"{name}.svg"]
     written = [file for path in outputs for file in drawing.save(path)]
     if arguments.data:
         write_csv(drawing.data, arguments.data)

@@ -307,11 +307,25 @@ class Page:
                     cell["bytes"] = lines[row["cell"]].values.get(table.MEMORY)
                     cell["front"] = fronts[row["cell"]]
                 found["budgets"].append({"budget": budget, "failed": self._failed(facts.name, budget)} | of_budget)
-        live = self.run.live
-        measured = cells[cells["cell"].isin(live["cell"][live["trace"] == facts.name])]["budget"].value_counts()
-        shown = [one["budget"] for one in found["budgets"]]
-        found["opens_at"] = max(shown, key=lambda budget: measured.get(budget, 0), default=None)
+        found["opens_at"] = self._main_budget(facts, cells, [one["budget"] for one in found["budgets"]])
         return found
+
+    def _main_budget(self, facts: TraceFacts, cells: pd.DataFrame, budgets: Sequence[str]) -> str | None:
+        """The budget at which the page opens, as the table of `kvreplay show` (analysis/table_rows.cpp): that with most
+        live numbers; without live numbers the first at which most policies evict and select tokens, else the first at
+        which some evict."""
+        run, live = self.run, set(self.run.live["cell"][self.run.live["trace"] == facts.name])
+        compared = [row for row in cells.itertuples()
+                    if row.role != "control" and (row.trace, row.cell) not in run.own_memory]  # fmt: skip
+        of = {budget: [row for row in compared if row.budget == budget] for budget in budgets}
+        measured = {budget: sum(row.cell in live for row in of[budget]) for budget in budgets}
+        if any(measured.values()):
+            return max(budgets, key=measured.__getitem__)
+        filled = run.protected_fill_budget
+        evicting = [budget for budget in budgets if any(row.kept_tokens < facts.boundary for row in of[budget])]
+        deciding = [budget for budget in evicting
+                    if 2 * sum((row.trace, row.cell) in filled for row in of[budget]) < len(of[budget])]  # fmt: skip
+        return next(iter([*deciding, *evicting, *budgets]), None)
 
     def _line(self, row: Any, facts: TraceFacts) -> table.Line:
         key = (facts.name, row["cell"])
