@@ -361,7 +361,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         say_notes("capture", [f"{prompt.name}: prompt {number} of {len(prompts)}{generated}"], hides_progress)
         progress = partial(progress_of, "capture", "layers written", prompt.name, arguments=arguments)
         captured = capture(model, tokenizer, prompt, path, choices, progress)
-        memory = f"peak {_peak_mib():.0f} MiB, of which {before:.0f} MiB before this capture"
+        memory = f"peak {_peak_mib():.0f} MiB; before this capture, mostly the model: {before:.0f} MiB"
         print("\n".join([*_lines(captured, path), *wrapped(f"memory   {memory}", INDENT)]), flush=True)
     if getattr(tokenizer, "chat_template", None) and not arguments.chat and not all(one.messages for one in prompts):
         note = "the model has a chat template: --chat applies it; without it the model may not answer"
