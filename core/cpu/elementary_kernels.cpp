@@ -1,6 +1,7 @@
 #include "cpu/elementary_kernels.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <limits>
 
 #include "cpu/simd_level.h"
@@ -47,9 +48,37 @@ double exponentials(double* x, std::ptrdiff_t n, double most) {
   return hn::GetLane(hn::SumOfLanes(tag, sum));
 }
 
-void gumbel_variates(double* x, std::ptrdiff_t n) {
+using Words = hn::RebindToUnsigned<Tag>;
+
+/// mix() of random.h.
+hn::Vec<Words> mixed(hn::Vec<Words> z) {
+  const Words tag;
+  z = hn::Add(z, hn::Set(tag, 0x9E3779B97F4A7C15u));
+  z = hn::Mul(hn::Xor(z, hn::ShiftRight<30>(z)), hn::Set(tag, 0xBF58476D1CE4E5B9u));
+  z = hn::Mul(hn::Xor(z, hn::ShiftRight<27>(z)), hn::Set(tag, 0x94D049BB133111EBu));
+  return hn::Xor(z, hn::ShiftRight<31>(z));
+}
+
+void gumbel_variates(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, double* noise) {
   const Tag tag;
-  change_all(x, n, 0.5, [&](auto uniform) { return hn::Neg(hn::Log(tag, hn::Neg(hn::Log(tag, uniform)))); });
+  const Words words;
+  const hn::Rebind<std::int32_t, Tag> numbers;
+  const auto lanes = static_cast<std::ptrdiff_t>(hn::Lanes(tag));
+  const auto of = [&](auto some) {
+    const auto wide = hn::BitCast(words, hn::PromoteTo(hn::RebindToSigned<Tag>(), some));
+    const auto bits = hn::ShiftRight<11>(mixed(hn::Xor(hn::Set(words, chain), wide)));  // of uniform() in random.h
+    const auto whole = hn::ConvertTo(tag, hn::BitCast(hn::RebindToSigned<Tag>(), bits));
+    const auto uniform = hn::Mul(hn::Add(whole, hn::Set(tag, 0.5)), hn::Set(tag, 0x1p-53));
+    return hn::Neg(hn::Log(tag, hn::Neg(hn::Log(tag, uniform))));
+  };
+  std::ptrdiff_t i = 0;
+  for (; i + lanes <= n; i += lanes) hn::StoreU(of(hn::LoadU(numbers, x + i)), tag, noise + i);
+  if (i == n) return;
+  std::int32_t last[hn::MaxLanes(tag)] = {};
+  HWY_ALIGN double rest[hn::MaxLanes(tag)];
+  std::copy_n(x + i, n - i, last);
+  hn::Store(of(hn::LoadU(numbers, last)), tag, rest);
+  std::copy_n(rest, n - i, noise + i);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace kvreplay {
 
@@ -9,8 +10,8 @@ namespace kvreplay {
 struct ElementaryKernels {
   /// x[i] = exp(x[i] - most) for i < n, 0 for -infinity; returns their sum.
   double (*exponentials)(double* x, std::ptrdiff_t n, double most);
-  /// x[i] = -ln(-ln x[i]) for i < n: variates of the standard Gumbel distribution from uniform ones in (0, 1).
-  void (*gumbel_variates)(double* x, std::ptrdiff_t n);
+  /// noise[i] = -ln(-ln u) for i < n, u = uniform(chained(chain, x[i])): variates of the standard Gumbel distribution.
+  void (*gumbel_variates)(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, double* noise);
 };
 
 /// The kernels of the level that choose_simd_level() chooses. Throws as it does.

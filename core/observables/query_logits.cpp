@@ -32,14 +32,15 @@ void QueryLogits::of_each(int query_head, std::span<const std::int32_t> queries,
   }
   keys_.with_each(vectors, 0, logits);
   const double scale = tensors.softmax_scale, cap = tensors.logit_softcap;
+  constexpr double invisible = -std::numeric_limits<double>::infinity();
   for (std::size_t i = 0; i < queries.size(); ++i) {
-    const int lowest = tensors.first_visible(queries[i]);
-    for (std::size_t j = 0; j < count; ++j) {
-      double& logit = logits[i * count + j];
-      logit *= scale;
-      if (cap > 0) logit = cap * std::tanh(logit / cap);
-      if (positions_[j] > queries[i] || positions_[j] < lowest) logit = -std::numeric_limits<double>::infinity();
-    }
+    const std::span<double> row = logits.subspan(i * count, count);
+    for (double& logit : row) logit *= scale;
+    if (cap > 0)
+      for (double& logit : row) logit = cap * std::tanh(logit / cap);
+    const auto before = static_cast<std::size_t>(end_of_visible(tensors.first_visible(queries[i]) - 1));
+    std::ranges::fill(row.first(std::min(before, count)), invisible);
+    std::ranges::fill(row.subspan(std::min(static_cast<std::size_t>(end_of_visible(queries[i])), count)), invisible);
   }
 }
 

@@ -20,8 +20,9 @@ void to_softmax(std::span<double> logits, double sink) {
   for (double& weight : logits) weight /= sum;
 }
 
-void to_gumbel_variates(std::span<double> uniforms) {
-  elementary_kernels().gumbel_variates(uniforms.data(), static_cast<std::ptrdiff_t>(uniforms.size()));
+void gumbel_variates(std::uint64_t chain, std::span<const std::int32_t> numbers, std::span<double> noise) {
+  elementary_kernels().gumbel_variates(chain, numbers.data(), static_cast<std::ptrdiff_t>(numbers.size()),
+                                       noise.data());
 }
 
 }  // namespace kvreplay

@@ -39,13 +39,18 @@ TEST(Elementary, ExponentialsAndTheirSumAreThoseOfTheStandardLibrary) {
 
 TEST(Elementary, GumbelVariatesAreThoseOfTheStandardLibrary) {
   testing::at_every_simd_level([](const char* level) {
-    std::vector<double> uniforms{0x1p-54, 1e-9, 0.3, 0.5, 1 - 0x1p-30, 1 - 0x1p-53};
-    for (std::uint64_t i = 0; i < 500; ++i) uniforms.push_back(uniform(chain(2, i)));
-    std::vector<double> found = uniforms;
-    elementary_kernels().gumbel_variates(found.data(), static_cast<std::ptrdiff_t>(found.size()));
-    for (std::size_t i = 0; i < found.size(); ++i) {
-      const double expected = -std::log(-std::log(uniforms[i]));
-      ASSERT_NEAR(found[i], expected, tolerance * (1 + std::abs(expected))) << level << ", u = " << uniforms[i];
+    for (const std::size_t n : {1u, 2u, 7u, 8u, 9u, 3000u}) {
+      const std::uint64_t before = chain(2, n);
+      std::vector<std::int32_t> numbers(n);
+      for (std::size_t i = 0; i < n; ++i) numbers[i] = static_cast<std::int32_t>(i % 3 == 2 ? (1 << 30) + i : 2 * i);
+      std::vector<double> found(n + 1, 7);
+      elementary_kernels().gumbel_variates(before, numbers.data(), static_cast<std::ptrdiff_t>(n), found.data());
+      for (std::size_t i = 0; i < n; ++i) {
+        const double u = uniform(chained(before, static_cast<std::uint64_t>(numbers[i])));
+        const double expected = -std::log(-std::log(u));
+        ASSERT_NEAR(found[i], expected, tolerance * (1 + std::abs(expected))) << level << ", u = " << u;
+      }
+      ASSERT_EQ(found[n], 7) << level << ", n = " << n;
     }
   });
 }

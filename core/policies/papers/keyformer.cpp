@@ -78,9 +78,7 @@ struct Keyformer {
         const std::span row =
             std::span(rows).subspan(i * width, static_cast<std::size_t>(logits.end_of_visible(some[i])));
         const std::uint64_t of_query = chain(seed, view.stored_layer(), head, some[i]);
-        for (std::size_t j = 0; j < row.size(); ++j)
-          noise[j] = uniform(chained(of_query, static_cast<std::uint64_t>(positions[j])));
-        to_gumbel_variates(std::span(noise).first(row.size()));
+        gumbel_variates(of_query, positions.first(row.size()), noise);
         for (std::size_t j = 0; j < row.size(); ++j) row[j] = (row[j] + noise[j]) / tau;
         to_softmax(row);
         for (std::size_t j = 0; j < row.size(); ++j) sums[j] += row[j];
