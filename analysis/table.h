@@ -14,7 +14,7 @@ enum class TableFormat { text, markdown, latex, csv };
 /// The part of a run that a table shows. Empty lists: the default part.
 struct TableOptions {
   std::vector<std::string> policies = {};  // names, labels or NAME:KEY=VALUE; default: at most ten, and the controls
-  std::vector<std::string> budgets = {};   // in any spelling, or in tokens; default: that with most live numbers, else the first at which most select
+  std::vector<std::string> budgets = {};   // in any spelling, or in tokens; default: one, as docs/results.md says
   std::vector<std::string> traces = {};    // default: all
   std::vector<std::string> columns = {};   // metrics, their titles, or skill; default: those that fit 80 columns
   bool all = false;                        // every policy at every budget

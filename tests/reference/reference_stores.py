@@ -182,16 +182,45 @@ def merged_values(case: Case, base: Selection) -> Selection:
     return dataclasses.replace(base, stored=stored, evolving=values_before if changes else None)
 
 
+def cosines(keys: np.ndarray, token: int, others: np.ndarray) -> np.ndarray:
+    """By one quotient, and one sum per row: equal cosines of whole numbers are equal."""
+    along = (keys[others] * keys[token]).sum(axis=1)
+    squares = np.maximum((keys**2).sum(axis=1), 1e-12)
+    return np.sign(along) * np.sqrt(along**2 / (squares[token] * squares[others]))
+
+
+def merged_tokens(case: Case, base: Selection) -> Selection:
+    """What another policy keeps; keys and values of evicted tokens are merged into kept tokens, once."""
+    trace = case.trace
+
+    def stored(layer: int) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = trace.layers[layer].k, trace.layers[layer].v
+        kept = kept_by_head(case, base, layer)
+        evicted = [np.setdiff1d(np.arange(trace.prompt), one) if len(one) else np.array([], int) for one in kept]
+        each = [[cosines(keys[head], token, kept[head]) for token in tokens] for head, tokens in enumerate(evicted)]
+        largest = np.full((len(kept), max(map(len, evicted))), np.nan)
+        for head, of_head in enumerate(each):
+            largest[head, : len(of_head)] = [one.max() for one in of_head]
+        if largest.size == 0:
+            return keys, values
+        merging = np.nanmean(largest, axis=0) >= np.nanmean(largest) - 1e-12
+        merged = keys.copy(), values.copy()
+        for head, of_head in enumerate(each):
+            targets = np.array([kept[head][one.argmax()] for one in of_head], int)
+            for target in np.unique(targets):
+                which = np.flatnonzero((targets == target) & merging[: len(targets)])
+                for before, after in zip((keys, values), merged, strict=True):
+                    total = before[head, target] + largest[head, which] @ before[head, evicted[head][which]]
+                    after[head, target] = total / (1 + len(which))
+        return merged
+
+    return dataclasses.replace(base, stored=stored)
+
+
 def merged_similar(case: Case, base: Selection) -> Selection:
     """What another policy keeps; each evicted value is merged into the remaining token with the most similar key."""
     trace = case.trace
     threshold, fraction = float(case.parameters["similarity_threshold"]), Fraction(case.parameters["merge_fraction"])
-
-    def cosines(keys: np.ndarray, token: int, others: np.ndarray) -> np.ndarray:
-        """By one quotient, and one sum per row: equal cosines of whole numbers are equal."""
-        along = (keys[others] * keys[token]).sum(axis=1)
-        squares = np.maximum((keys**2).sum(axis=1), 1e-12)
-        return np.sign(along) * np.sqrt(along**2 / (squares[token] * squares[others]))
 
     @functools.cache
     def merges(layer: int) -> dict[int, list[tuple[int, int, np.ndarray, np.ndarray]]]:
@@ -326,6 +355,7 @@ STORES = {
     "fewer-channels": fewer_channels,
     "merged-values": merged_values,
     "merged-similar": merged_similar,
+    "merged-tokens": merged_tokens,
 }
 
 

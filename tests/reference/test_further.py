@@ -339,6 +339,20 @@ def test_values_of_merged_similar() -> None:
         assert changed.stored(0)[0].tolist() == [keys]
 
 
+def test_keys_and_values_of_merged_tokens() -> None:
+    """Token 0 is most like token 3, with cosine 0.8; token 1 most like token 2, with 1. The mean is 0.9."""
+    keys, values = [[3.0, 4], [2, 0], [1, 0], [0, 1]], [[3.0, 0], [0, 2], [2, 0], [0, 1]]
+    trace = one_head(np.ones((4, 2)), keys, values)
+    merged_keys, merged_values = chosen(trace, "local:store=merged-tokens", "2").stored(0)
+    np.testing.assert_allclose(merged_keys[0], [*keys[:2], [1.5, 0], [0, 1]])
+    np.testing.assert_allclose(merged_values[0], [*values[:2], [1, 1], [0, 1]])
+    keys[1] = [1.5, 2]  # now like token 0: both have token 3, with 0.8
+    trace = one_head(np.ones((4, 2)), keys, values)
+    merged_keys, merged_values = chosen(trace, "local:store=merged-tokens", "2").stored(0)
+    np.testing.assert_allclose(merged_keys[0, 2:], [[1, 0], [0.8 * 4.5 / 3, (1 + 0.8 * 6) / 3]])
+    np.testing.assert_allclose(merged_values[0, 2:], [[2, 0], [0.8 * 3 / 3, (1 + 0.8 * 2) / 3]])
+
+
 def test_directions_of_minicache() -> None:
     trace = one_head(np.ones((4, 2)), np.ones((4, 2)), n_layers=4)
     for index, keys in ((2, [[2.0, 0], [1, 0], [1, 0], [3, 0]]), (3, [[0.0, 5], [1, 0], [1, 1], [-1, 1]])):

@@ -3,16 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <limits>
 #include <numeric>
 #include <span>
 #include <tuple>
 #include <vector>
 
-#include "float_types.h"
-#include "observables/vector_products.h"
 #include "policies/plan_part.h"
 #include "policies/stores/merging_layer.h"
+#include "policies/stores/most_similar.h"
 
 namespace kvreplay {
 namespace {
@@ -28,8 +26,6 @@ struct MergedSimilarPart : MergedSimilar {
 
 const RegisteredPart<MergedSimilarPart> registered;
 
-constexpr double least_length = 1e-6;
-
 double square_of(std::span<const double> vector) {
   return std::inner_product(vector.begin(), vector.end(), vector.begin(), 0.0);
 }
@@ -41,45 +37,6 @@ struct Merge {
   std::int32_t token = 0;
   double cosine = 0;
 };
-
-/// For each evicted token, the remaining token with the most similar key; there is at least one.
-std::vector<Merge> most_similar(const TensorView& keys, int head, std::int32_t step,
-                                std::span<const std::int32_t> evicted, std::span<const std::int32_t> remaining) {
-  const auto read = [&](std::int32_t token, std::span<double> key) { read_row(keys, head, token, key); };
-  const VectorProducts products(
-      {1, static_cast<int>(remaining.size()), keys.dim,
-       [&](int, int i, std::span<double> key) { read(remaining[static_cast<std::size_t>(i)], key); }},
-      0);
-  std::vector<double> key(static_cast<std::size_t>(keys.dim));
-  const auto square = [&](std::int32_t token) {
-    read(token, key);
-    return std::max(square_of(key), least_length * least_length);
-  };
-  std::vector<double> squares(remaining.size());
-  std::ranges::transform(remaining, squares.begin(), square);
-  std::vector<Merge> found;
-  // Signed squares of the cosines, as one quotient: equal cosines of whole numbers have equal bits.
-  std::vector<double> largest(evicted.size(), -std::numeric_limits<double>::infinity());
-  for (const std::int32_t token : evicted) found.push_back({.step = step, .token = token});
-  constexpr std::size_t block = 64;  // keys that the processor's cache holds for all evicted tokens
-  double along[block];
-  for (std::size_t first = 0; first < remaining.size(); first += block) {
-    const std::size_t count = std::min(block, remaining.size() - first);
-    for (std::size_t e = 0; e < evicted.size(); ++e) {
-      const double own = square(evicted[e]);
-      products.with(key, static_cast<int>(first), std::span(along).first(count));
-      for (std::size_t i = 0; i < count; ++i) {
-        const double cosine = std::copysign(along[i] * along[i] / (own * squares[first + i]), along[i]);
-        if (cosine <= largest[e]) continue;
-        largest[e] = cosine;
-        found[e].target = remaining[first + i];
-      }
-    }
-  }
-  for (std::size_t e = 0; e < found.size(); ++e)
-    found[e].cosine = std::copysign(std::sqrt(std::abs(largest[e])), largest[e]);
-  return found;
-}
 
 class SimilarLayer final : public MergingLayer {
  public:
@@ -105,7 +62,10 @@ class SimilarLayer final : public MergingLayer {
 
   void add_merges(int head, std::int32_t step, std::span<const std::int32_t> evicted,
                   std::span<const std::int32_t> remaining) {
-    std::vector<Merge> found = most_similar(view().tensors().k, head, step, evicted, remaining);
+    std::vector<Merge> found;
+    const std::vector<SimilarToken> similar = most_similar(view().tensors().k, head, evicted, remaining);
+    for (std::size_t e = 0; e < evicted.size(); ++e)
+      found.push_back({step, similar[e].token, evicted[e], similar[e].cosine});
     std::erase_if(found, [&](const Merge& merge) { return merge.cosine < part_.similarity_threshold; });
     const auto merging = 1 + static_cast<std::size_t>(part_.merge_fraction * static_cast<double>(evicted.size() - 1));
     if (found.size() > merging) {
