@@ -37,6 +37,37 @@ TEST(Elementary, ExponentialsAndTheirSumAreThoseOfTheStandardLibrary) {
   });
 }
 
+/// The chain with mix(chain ^ x) = `mixed` for x = 0: the inverse of mix() in random.h.
+std::uint64_t chain_to(std::uint64_t mixed) {
+  const auto unshifted = [](std::uint64_t z, int bits) {
+    std::uint64_t found = z;
+    for (int known = bits; known < 64; known += bits) found = z ^ (found >> bits);
+    return found;
+  };
+  const auto inverse = [](std::uint64_t odd) {
+    std::uint64_t found = odd;  // right in 3 bits; each step doubles them
+    for (int step = 0; step < 5; ++step) found *= 2 - odd * found;
+    return found;
+  };
+  mixed = unshifted(mixed, 31) * inverse(0x94D049BB133111EBu);
+  mixed = unshifted(mixed, 27) * inverse(0xBF58476D1CE4E5B9u);
+  return unshifted(mixed, 30) - 0x9E3779B97F4A7C15u;
+}
+
+TEST(Elementary, GumbelVariatesOfTheSmallestAndLargestUniformNumbers) {
+  testing::at_every_simd_level([](const char* level) {
+    for (const double bits : {0x0p0, 0x1p53 * 1e-9, 0x1p53 * 0.3, 0x1p52, 0x1p53 - 0x1p23, 0x1p53 - 2, 0x1p53 - 1}) {
+      const std::uint64_t mixed = static_cast<std::uint64_t>(bits) << 11, before = chain_to(mixed);
+      ASSERT_EQ(chained(before, 0), mixed);
+      const std::int32_t number = 0;
+      double found = 0;
+      elementary_kernels().gumbel_variates(before, &number, 1, &found);
+      const double u = uniform(mixed), expected = -std::log(-std::log(u));
+      ASSERT_NEAR(found, expected, tolerance * (1 + std::abs(expected))) << level << ", u = " << u;
+    }
+  });
+}
+
 TEST(Elementary, GumbelVariatesAreThoseOfTheStandardLibrary) {
   testing::at_every_simd_level([](const char* level) {
     for (const std::size_t n : {1u, 2u, 7u, 8u, 9u, 3000u}) {
