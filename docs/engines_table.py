@@ -1,7 +1,7 @@
 """Prints what the rules of engines cost policies: python docs/engines_table.py TRACE... [--budget BUDGET].
 
 For each policy and engine the mean attention recall over traces, its difference to the policy alone at the same budget,
-and the 95 % bootstrap interval of the difference. Needle traces that differ in the depth alone share a prompt.
+and the 95 % interval of the difference. Needle traces that differ in the depth alone share a prompt.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums
+from kvreplay.compare.statistics import cluster_sums, mean_intervals
 from kvreplay.results import Run
 
 POLICIES = ("snapkv", "h2o", "knorm", "chunkkv")
@@ -56,7 +56,7 @@ def main() -> None:
         cells = [f"`{policy}`", f"{alone[policy].mean():.3f}"]
         for name in ENGINES:
             difference = (under[name] - alone)[policy].to_numpy()
-            [low], [high] = bootstrap_intervals(*cluster_sums(difference[:, None], prompts), seed=0)
+            [low], [high] = mean_intervals(*cluster_sums(difference[:, None], prompts))
             cells.append(f"{under[name][policy].mean():.3f}: {difference.mean():+.3f} [{low:+.3f}, {high:+.3f}]")
         print("| " + " | ".join(cells) + " |")
 

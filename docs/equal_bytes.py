@@ -207,8 +207,8 @@ def draw(cells: pd.DataFrame, metric: str) -> Figure:
             len(panels), (2.3, HEIGHT), min(2, len(panels)), left=0.75, right=2.0, gap=(2.7, 0.7), above=0.3,
             title=f"{metric} at equal bytes",
             subtitle="squares: formats alone; grey steps: Pareto front, controls excluded",
-            caption=f"{cells['model'].iloc[0]}. Means over {cells['prompt'].nunique()} prompts, 95 % bootstrap "
-                    "intervals over prompts.",
+            caption=f"{cells['model'].iloc[0]}. Means over {cells['prompt'].nunique()} prompts, 95 % intervals "
+                    "over prompts; one that includes 0 has no lower end on this axis.",
         )  # fmt: skip
         for axis, (heading, kind) in zip(sheet.axes, panels.items(), strict=True):
             axis.set(xscale="log", yscale="log", xlim=(1.8, 14), ylim=(low, high), ylabel=metric,

@@ -26,7 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from study import STUDIES, file_of, read
 
 from kvreplay import Run, figure
-from kvreplay.compare.statistics import bootstrap_intervals, holm, sign_flip_p
+from kvreplay.compare.statistics import holm, mean_intervals, sign_flip_p
 from kvreplay.errors import Error, Refusal
 from kvreplay.parameters import parameters
 from kvreplay.plot import style
@@ -195,7 +195,7 @@ def cell(row: pd.Series, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Policy `one` minus policy `other`, paired by prompt: mean, 95 % bootstrap interval, sign-flip p, and `prompts`.
+    """Policy `one` minus policy `other`, paired by prompt: mean, 95 % interval, sign-flip p, and `prompts`.
 
     As a part of a finding it states that the difference is below 0, or above 0 if `higher`.
     """
@@ -235,7 +235,7 @@ def less(rows: pd.DataFrame, one: str, other: str, where: str = "") -> Differenc
     grid = rows.pivot(index="trace", columns="label", values="value")
     values = (grid[one] - grid[other]).dropna().to_numpy()[:, None]
     counts = np.ones_like(values)
-    low, high = bootstrap_intervals(values, counts, seed=0)[:, 0]
+    low, high = mean_intervals(values, counts)[:, 0]
     return Difference(one, other, values.mean(), low, high, sign_flip_p(values, counts, seed=0)[0], len(values), where)
 
 
@@ -515,7 +515,7 @@ def curves(
 ) -> Drawing:
     """Lines of means over traces, a panel for each of `panels` (name: label of its y axis, with unit).
 
-    `points` has the columns panel, series, trace, value and the column `x`; bands are 95 % bootstrap intervals. A
+    `points` has the columns panel, series, trace, value and the column `x`; bands are 95 % intervals. A
     series has one colour in all panels, that of its policy where it is one; of more series than colours, panels that
     draw the same ones agree. Those in `grey` are references. Panels whose y axes say the same share one scale, which is
     logarithmic for `errors` that differ by orders of magnitude.

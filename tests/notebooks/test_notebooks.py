@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from scipy.stats import bootstrap, permutation_test
+from scipy.stats import permutation_test, ttest_1samp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "notebooks"))
@@ -123,11 +123,9 @@ def test_markers_of_the_docs_name_notebooks():
 # Numbers, computed another way
 
 
-def assert_bootstrap(row: pd.Series, values: np.ndarray) -> None:
-    """`low` and `high` are the percentile interval of the mean of `values`, to within what two drawings differ."""
-    ends = bootstrap((np.asarray(values),), np.mean, method="percentile", n_resamples=50_000, random_state=1)
-    low, high = ends.confidence_interval
-    np.testing.assert_allclose(row[["low", "high"]].astype(float), [low, high], atol=0.04 * (high - low))
+def assert_interval(row: pd.Series, values: np.ndarray) -> None:
+    """`low` and `high` are the interval of a t-test of `values`."""
+    np.testing.assert_allclose(row[["low", "high"]].astype(float), ttest_1samp(values, 0).confidence_interval(0.95))
 
 
 @pytest.fixture(scope="session")
@@ -164,7 +162,7 @@ def test_adjacent_similarity_and_its_interval(chunkkv: Path, label: str, policy:
     row = pd.read_csv(chunkkv / "adjacent-layers.csv").set_index("policy").loc[label]
     assert row["traces"] == len(means) == len(pd.read_csv(ROOT / "build" / "corpus-small" / "corpus.csv"))
     assert row["mean"] == pytest.approx(np.mean(means), rel=1e-9)
-    assert_bootstrap(row, means)
+    assert_interval(row, means)
 
 
 def test_lengths_of_kept_runs(chunkkv: Path):
@@ -303,7 +301,7 @@ def test_the_way_from_random_to_oracle(figures: Figures):
     for policy in ("h2o", "local", "snapkv"):
         way = (recall[policy] - recall["random"]) / (recall["oracle"] - recall["random"])
         assert shown.loc[policy, "mean"] == pytest.approx(way.mean(), rel=1e-9)
-        assert_bootstrap(shown.loc[policy], way)
+        assert_interval(shown.loc[policy], way)
     assert shown.loc["oracle", "mean"] == 1 and shown.loc["random", "mean"] == 0
 
 
@@ -322,7 +320,7 @@ def test_skill_is_the_way_from_the_random_twin_to_the_best_set(figures: Figures)
         twin = recall[f"random-twinof={policy},seed=0", ""]
         skill = (recall[policy, ""] - twin) / (recall[policy, "oracle"] - twin)
         assert shown.loc[policy, "mean"] == pytest.approx(skill.mean(), rel=1e-9)
-        assert_bootstrap(shown.loc[policy], skill)
+        assert_interval(shown.loc[policy], skill)
     assert shown.loc["local", "mean"] == 0, "all that it keeps is protected"
 
 
@@ -540,11 +538,11 @@ def test_less_is_the_paired_difference():
         level = random.normal(size=12)
         a, b = level + 0.1 * random.normal(size=12), level + shift + 0.1 * random.normal(size=12)
         rows = pd.DataFrame({"trace": [*range(12)] * 2, "label": ["a"] * 12 + ["b"] * 12, "value": [*a, *b]})
-        interval = bootstrap((a - b,), np.mean, method="percentile", n_resamples=20_000).confidence_interval
+        interval = ttest_1samp(a - b, 0).confidence_interval(0.95)
         exact = permutation_test((a - b,), np.mean, permutation_type="samples", n_resamples=np.inf)
         one, other = frame.less(rows, "a", "b"), frame.more(rows, "b", "a")
         assert (one.mean, one.prompts) == (pytest.approx((a - b).mean()), 12)
-        assert (one.low, one.high) == pytest.approx((interval.low, interval.high), abs=0.01)
+        assert (one.low, one.high) == pytest.approx((interval.low, interval.high))
         assert one.p == pytest.approx(exact.pvalue, abs=1e-6)
         assert other.mean == -one.mean and one.resolved(0.01) == other.resolved(0.01)
     assert one.resolved(one.p) is True and frame.more(rows, "a", "b").resolved(one.p) is False

@@ -22,6 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from scipy import stats
 
 import kvreplay
 from kvreplay import _engine as engine
@@ -331,44 +332,34 @@ def test_an_axis_has_the_unit_of_the_variant_drawn(broken):
     assert list(shown.values()) == ["attention recall (share)", "attention recall, prompt (ratio)"]
 
 
-def resampled(values: list[float], clusters: list[int]) -> tuple[float, float]:
-    """2.5 and 97.5 % of the mean over clusters drawn with replacement: every draw of the few there are, counted."""
-    values, clusters = np.array(values), np.array(clusters)
-    draws = itertools.product(sorted(set(clusters)), repeat=len(set(clusters)))
-    means = [np.concatenate([values[clusters == one] for one in draw]).mean() for draw in draws]
-    low, high = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
-    return float(low), float(high)
+def interval_of(values: list[float], clusters: list[int]) -> tuple[float, float]:
+    """Student's t for the mean of clusters that have equally many values: the ends of scipy's test of their means."""
+    means = pd.Series(values).groupby(clusters).mean()
+    return tuple(stats.ttest_1samp(means, 0).confidence_interval(0.95))
 
 
-def test_several_traces_are_a_mean_with_a_bootstrap_interval(many, tmp_path):
+def test_several_traces_are_a_mean_with_its_interval(many, tmp_path):
     data = drawn("curve", many, tmp_path).set_index(["policy", "budget"]).loc[("h2o", 0.2)]
     table = pd.read_csv(many / "results.csv", dtype=str, keep_default_na=False)
     mine = table[(table["policy"] == "h2o") & (table["budget"] == "0.2") & (table["layer"] == "all")]
     values = mine[(mine["metric"] == "attention_recall") & (mine["variant"] == "")]["value"].astype(float)
     assert (data["traces"], data["mean"]) == (6, pytest.approx(values.mean(), abs=1e-15))
-    low, high = resampled(list(values), list(range(6)))
-    tolerance = 0.03 * (high - low)  # of 9,999 draws
-    assert (data["low"], data["high"]) == (pytest.approx(low, abs=tolerance), pytest.approx(high, abs=tolerance))
-
-
-def test_the_interval_of_a_share_lies_between_0_and_1():
-    """One of three is 1, the others 0: the interval of Student's t ends at -1.1 and 1.8."""
-    rows = pd.DataFrame({"label": "x", "value": [0.0, 0.0, 1.0]})
-    found = lines.mean_over_traces(rows, ["label"]).iloc[0]
-    assert (found["mean"], found["low"], found["high"]) == (pytest.approx(1 / 3), 0, 1)
+    low, high = interval_of(list(values), list(range(6)))
+    assert (data["low"], data["high"]) == (pytest.approx(low), pytest.approx(high))
 
 
 def test_traces_of_one_prompt_are_no_independent_evidence():
-    """Values 1, 3 of one prompt and 5 of another: of the four draws the means are 2, 3, 3 and 5."""
+    """Values 1, 3 of one prompt and 5 of another: the deviations of their sums from the mean 3 are -2 and 2."""
     rows = pd.DataFrame({"trace_hash": list("abc"), "label": "x", "value": [1.0, 3.0, 5.0]})
     found = lines.mean_over_traces(rows, ["label"], pd.Series([0, 0, 1], list("abc"))).iloc[0]
-    assert tuple(found[["traces", "mean", "low", "high"]]) == (3, 3, 2, 5)
+    half_width = stats.t.ppf(0.975, 1) * 4 / 3
+    assert tuple(found[["traces", "mean", "low", "high"]]) == pytest.approx((3, 3, 3 - half_width, 3 + half_width))
     alone = lines.mean_over_traces(rows, ["label"], pd.Series([0, 0, 0], list("abc"))).iloc[0]
     assert alone["traces"] == 3 and np.isnan(alone["low"]) and np.isnan(alone["high"])
     missing = pd.concat([rows, rows.assign(value=np.nan, label="y"), rows.assign(value=[1.0, np.nan, 2.0], label="z")])
     found = lines.mean_over_traces(missing.reset_index(drop=True), ["label"]).set_index("label")
     assert list(found["traces"]) == [3, 0, 2] and np.isnan(found.loc["y", "mean"]) and np.isnan(found.loc["y", "low"])
-    assert tuple(found.loc["z", ["low", "high"]]) == (1, 2)
+    assert tuple(found.loc["z", ["low", "high"]]) == pytest.approx(interval_of([1, 2], [0, 1]))
     assert lines.mean_over_traces(rows[:0], ["label"]).empty
 
 
@@ -384,7 +375,7 @@ def test_the_band_of_two_traces_a_prompt_is_that_of_the_prompts(kind, tmp_path):
     metric = ("span_recall", "code word.mean") if kind == "needle" else ("attention_recall", "")
     mine = table[(table["policy"] == "snapkv") & (table["layer"] == ("0" if kind == "layers" else "all"))]
     mine = mine[(mine["metric"] == metric[0]) & (mine["variant"] == metric[1])]
-    low, high = resampled(list(mine["value"].astype(float)), [0, 0, 1, 1, 2, 2])  # the ends are those of one prompt
+    low, high = interval_of(list(mine["value"].astype(float)), [0, 0, 1, 1, 2, 2])
     assert shown["traces"] == 6
     assert (shown["low"], shown["high"]) == (pytest.approx(low), pytest.approx(high))
 
@@ -446,10 +437,9 @@ def test_needle_gives_the_interval_of_a_cell_with_several_traces(tmp_path):
     shown = drawn("needle", run, tmp_path).iloc[0]
     table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
     mine = table[(table["metric"] == "span_recall") & (table["layer"] == "all") & (table["policy"] == "snapkv")]
-    low, high = resampled(list(mine["value"].astype(float)), list(range(5)))
-    tolerance = 0.05 * (high - low)
+    low, high = interval_of(list(mine["value"].astype(float)), list(range(5)))
     assert shown["traces"] == 5
-    assert (shown["low"], shown["high"]) == (pytest.approx(low, abs=tolerance), pytest.approx(high, abs=tolerance))
+    assert (shown["low"], shown["high"]) == (pytest.approx(low), pytest.approx(high))
 
 
 def test_needle_has_rows_of_depths_that_exist_and_says_how_many_needles_a_cell_has(tmp_path):

@@ -48,5 +48,13 @@ TEST(MeanInterval, TracesOfOnePromptAreOneSample) {
   EXPECT_DOUBLE_EQ(pairs.half_width, single.half_width);
 }
 
+TEST(MeanInterval, PromptsOfUnequalSizesByHand) {
+  // Values 1, 3 of one prompt and 5 of another: mean 3, deviations of the sums -2 and 2; t of one degree of freedom is
+  // tan(0.475 pi).
+  const double half = std::tan(0.475 * 3.14159265358979323846) * std::sqrt(2.0 * 8) / 3;
+  EXPECT_NEAR(half_width(std::vector{4.0, 5.0, 0.0}, std::vector{2.0, 1.0, 0.0}), half, 1e-9);
+  EXPECT_NEAR(mean_interval(std::vector{1.0, 3.0, 5.0}, prompts("aab")).half_width, half, 1e-9);
+}
+
 }  // namespace
 }  // namespace kvreplay

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "analysis/mean_interval.h"
 #include "analysis/metrics/metric.h"
 #include "analysis/read_run.h"
 #include "analysis/results.h"
@@ -288,6 +289,13 @@ NB_MODULE(_engine, module) {
         return kvreplay::list_traces(std::vector<std::string>(names.begin(), names.end()));
       },
       "names"_a, "The traces that files, folders, quoted patterns and manifests (.csv) name, in this order.");
+  module.def(
+      "half_width",
+      [](const std::vector<double>& sums, const std::vector<double>& counts) {
+        return kvreplay::half_width(sums, counts);
+      },
+      "sums"_a, "counts"_a,
+      "Of the 95 % interval of a mean of clusters with these sums and numbers of values; NaN below two clusters.");
   module.def("better", python::better_of_metric, "metric"_a, "Of a metric NAME[:VARIANT]: higher, lower or neither.");
   module.def("metric_of_title", python::metric_of_title, "text"_a,
              "The metric NAME[:VARIANT] that a title of a table, such as recall, stands for; another text as it is.");

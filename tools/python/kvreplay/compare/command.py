@@ -18,7 +18,7 @@ def parser() -> Parser:
     found = Parser(
         prog="kvreplay compare",
         description="Compares policies with a baseline on the same traces at the same budgets: mean paired difference, "
-        "its 95 % bootstrap interval over prompts, p-value of the sign-flip test, Holm-corrected over all printed "
+        "its 95 % interval over prompts (Student's t), p-value of the sign-flip test, Holm-corrected over all printed "
         "lines. Offline metrics are open loop: queries as captured under the full cache.",
         examples=(
             "kvreplay compare out --baseline snapkv",
@@ -36,7 +36,7 @@ def parser() -> Parser:
     add("-b", "--budgets", metavar="BUDGET,…", action="extend", type=names, default=[],
         help="budgets, as given to replay (default: all)")  # fmt: skip
     add_same_prompt(add)
-    add("--seed", metavar="N", type=int, default=0, help="random seed of bootstrap and sign flips (default: 0)")
+    add("--seed", metavar="N", type=int, default=0, help="random seed of the sign flips (default: 0)")
     add = found.add_argument_group("results").add_argument
     add("--json", action="store_true", help="print JSON in place of the table")
     add("--data", metavar="FILE.csv", type=Path, help="CSV file of the table in full precision")

@@ -173,11 +173,8 @@ class Comparison:
             self.notes.append(f"not measured on all traces of the baseline, so means are over the shared traces, and "
                               f"those of the baseline over all its traces: {', '.join(names)}")  # fmt: skip
         fewest = int(compared["paired_prompts"][compared["pairs"] > 0].min()) if (compared["pairs"] > 0).any() else 0
-        if 0 < fewest < statistics.FEW:
-            smallest = 2.0 ** (1 - fewest)
-            self.notes.append(
-                f"few prompts ({fewest}): intervals are too narrow, and the smallest possible p is {smallest:.3g}"
-            )
+        if fewest > 0 and (smallest := 2.0 ** (1 - fewest)) > 0.05:
+            self.notes.append(f"few prompts ({fewest}): the smallest possible p is {smallest:.3g}")
 
     @property
     def is_open_loop(self) -> bool:
@@ -214,8 +211,8 @@ class Comparison:
             tables += [row] if heading in tables else ["", heading, titles, row]
         count = int(self.lines["p"].notna().sum())
         baseline = self.shown[self.baseline]
-        foot = [f"difference: policy minus baseline ({baseline}), mean over traces; intervals: bootstrap over "
-                f"prompts, seed {self.seed}; p: sign flips of prompts;",
+        foot = [f"difference: policy minus baseline ({baseline}), mean over traces; intervals: Student's t over "
+                f"prompts; p: sign flips of prompts, seed {self.seed};",
                 f"* Holm-corrected p below 0.05, over all comparisons of these tables: {count}"]  # fmt: skip
         if self.is_open_loop:
             foot.append("OPEN LOOP: queries as captured under the full cache")

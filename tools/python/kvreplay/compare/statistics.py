@@ -9,9 +9,8 @@ prompt, a regular expression selects the part of a name that identifies the prom
 With D_c the sum of the differences over the traces of cluster c, n_c their number, k clusters:
 
 - mean difference: sum D_c / sum n_c, every trace counts once;
-- interval: k clusters are drawn with replacement, RESAMPLES times; the 2.5 and 97.5 % quantiles of sum D_c / sum n_c
-  (percentile interval of the cluster bootstrap: Efron and Tibshirani 1993, chapter 13; Davison and Hinkley 1997,
-  section 3.8). The interval of a policy's own mean is the same with values instead of differences;
+- interval: Student's t with the clusters as samples, as everywhere in kvreplay (analysis/mean_interval.h). The interval
+  of a policy's own mean is the same with values instead of differences;
 - p: if policy and baseline were exchangeable on each prompt, the signs of the D_c would be arbitrary, all alike likely.
   p is the share of sign patterns with |sum ±D_c| >= |sum D_c| (Fisher 1935, section 21): of all 2^k of them up to
   EXACT clusters, else (reached + 1) / (DRAWS + 1) of DRAWS random ones (Davison and Hinkley 1997, section 4.2);
@@ -25,11 +24,9 @@ from collections.abc import Hashable, Iterator, Sequence, Set
 import numpy as np
 import pandas as pd
 
-RESAMPLES = 9_999
 EXACT = 16  # clusters up to which every sign pattern is counted: 2^15, since a pattern and its opposite reach alike
 DRAWS = 99_999
 DRAWN_AT_ONCE = 10_000  # sign patterns in memory
-FEW = 10  # clusters below which a percentile interval is plainly too narrow
 ROUNDING = 1e-12  # sums this near to the observed one, relative to the sum of |D_c|, reach it
 
 
@@ -50,23 +47,18 @@ def same_clusters(counts: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]
         yield clusters, pattern_of.ravel() == i
 
 
-def bootstrap_intervals(sums: np.ndarray, counts: np.ndarray, seed: int) -> np.ndarray:
-    """95 % intervals of sum / count, float [2,c]: NaN for a column of fewer than two clusters."""
-    found = np.full((2, sums.shape[1]), np.nan)
-    for clusters, columns in same_clusters(counts):
-        k = int(clusters.sum())
-        if k < 2:
-            continue
-        generator = np.random.default_rng(seed)
-        drawn = generator.multinomial(k, np.full(k, 1 / k), size=RESAMPLES).astype(float)  # [RESAMPLES,k]
-        chosen = np.ix_(clusters, columns)
-        found[:, columns] = np.quantile((drawn @ sums[chosen]) / (drawn @ counts[chosen]), [0.025, 0.975], axis=0)
-    return found
+def mean_intervals(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """95 % intervals of sum / count by Student's t, float [2,c], for the sums and counts of clusters, [k,c]: NaN for a
+    column of fewer than two clusters. Source: analysis/mean_interval.h."""
+    half_width = np.full(sums.shape[1], np.nan)
+    several = (counts > 0).sum(axis=0) > 1
+    if several.any():
+        from kvreplay import _engine  # not needed for a single trace
 
-
-def mean_intervals(values: np.ndarray, seed: int) -> np.ndarray:
-    """The same of the means of `values` [n,c], each row a separate cluster."""
-    return bootstrap_intervals(*cluster_sums(values, np.arange(len(values))), seed)
+        half_width[several] = [_engine.half_width(*column) for column in zip(sums.T[several], counts.T[several])]
+    total = counts.sum(axis=0)
+    mean = sums.sum(axis=0) / np.where(total > 0, total, np.nan)
+    return np.array([mean - half_width, mean + half_width])
 
 
 def sign_patterns(k: int, seed: int) -> Iterator[np.ndarray]:
@@ -172,12 +164,12 @@ def paired(
     sums, counts = cluster_sums(shared, place)
     found["traces"], found["prompts"] = counts.sum(axis=0).astype(int), (counts > 0).sum(axis=0)
     found["mean"] = mean(sums, counts)
-    found["low"], found["high"] = bootstrap_intervals(sums, counts, seed)
+    found["low"], found["high"] = mean_intervals(sums, counts)
 
     sums, counts = cluster_sums(difference, place)
     found["pairs"], found["paired_prompts"] = counts.sum(axis=0).astype(int), (counts > 0).sum(axis=0)
     found["difference"] = mean(sums, counts)
-    found["difference_low"], found["difference_high"] = bootstrap_intervals(sums, counts, seed)
+    found["difference_low"], found["difference_high"] = mean_intervals(sums, counts)
     unequal = np.array([pair in unequal_memory for pair in zip(found["budget"], found["label"], strict=True)])
     found["p"] = np.where(unequal, np.nan, sign_flip_p(sums, counts, seed))
     found["p_holm"] = holm(found["p"].to_numpy())

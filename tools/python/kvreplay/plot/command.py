@@ -119,7 +119,7 @@ def parser() -> Parser:
     of_kinds("--variant", choices=("first", "mean", "union"),
              help="sets of the first head, mean over heads, or union of heads (default: mean)")  # fmt: skip
     of_kinds("--baseline", metavar="POLICY", help="policy to compare with")
-    of_kinds("--seed", metavar="N", type=int, help="random seed of the bootstrap (default: 0)")
+    of_kinds("--seed", metavar="N", type=int, help="random seed of the sign flips (default: 0)")
     of_kinds("--layer", metavar="N", type=int, help="layer number in the model (default: the middle layer)")
     of_kinds("--head", metavar="N", type=int, help="query head (default: the mean over heads)")
     of_kinds("--of", choices=("keys", "values"), help="vectors to compare (default: both)")

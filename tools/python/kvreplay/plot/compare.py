@@ -69,7 +69,7 @@ def draw(choice: Choice) -> Drawing:
         above=0.1, gap=(gap, 0.72), below=0.58,
         headings=[SMALL * LINE * POINT] * -(-len(budgets) // columns),
         title=f"{choice.metric_words} compared with {comparison.baseline}, trace by trace",
-        subtitle=f"traces {traces}, prompts {prompts}; dot: mean paired difference, bar: 95\u00a0% bootstrap "
+        subtitle=f"traces {traces}, prompts {prompts}; dot: mean paired difference, bar: 95\u00a0% "
         "interval over prompts, small marks: traces" + ("; right: traces better/same/worse" if TOWARDS[better] else ""),
         caption=open_loop(
             ", ".join(comparison.models), comparison.synthetic,

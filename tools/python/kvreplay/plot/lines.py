@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvreplay.compare.comparison import prompts_of
-from kvreplay.compare.statistics import bootstrap_intervals
+from kvreplay.compare.statistics import mean_intervals
 from kvreplay.errors import Error
 from kvreplay.families import families
 from kvreplay.plot.figure_options import Choice
@@ -32,7 +32,7 @@ from kvreplay.plot.style import (
     wrap,
 )
 
-INTERVAL = "Bands and bars: 95 % bootstrap interval of the mean over prompts"
+INTERVAL = "Bands and bars: 95 % interval of the mean over prompts"
 PER_QUERY_HEAD = "\u2020"
 MOST_MARKERS = 8  # of a line
 MOST_NAMED = 8  # lines of a panel that are named at their ends
@@ -44,8 +44,8 @@ BELOW = 0.45  # inches: ticks and label of an x axis
 def mean_over_traces(rows: pd.DataFrame, by: list[str], prompts: pd.Series | None = None) -> pd.DataFrame:
     """Columns `by`, `traces` (count), `mean`, `low`, `high`: the interval is NaN for a single prompt.
 
-    Every trace counts once in the mean. Traces of one prompt are not independent: `low` and `high` are the
-    bootstrap interval over prompts of `kvreplay compare`, which never leaves the range of the values.
+    Every trace counts once in the mean. Traces of one prompt are not independent: `low` and `high` are the interval
+    over prompts of `kvreplay compare`.
 
     `prompts`: int by trace_hash as `prompts_of` gives it; None: each row of a group is of another prompt.
     """
@@ -57,7 +57,7 @@ def mean_over_traces(rows: pd.DataFrame, by: list[str], prompts: pd.Series | Non
     sums, counts = np.zeros((2, 1 + max(prompt, default=-1), len(found)))
     np.add.at(sums, place, rows["value"].to_numpy(float)[defined])
     np.add.at(counts, place, 1)
-    low, high = bootstrap_intervals(sums, counts, seed=0)
+    low, high = mean_intervals(sums, counts)
     return found.assign(low=low, high=high)
 
 

@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 
+from kvreplay.compare.statistics import cluster_sums, mean_intervals
+
 DRAWS = 400  # sets of prompts for each number of prompts
 
 
@@ -56,8 +58,8 @@ def in_order(offline: np.ndarray, live: np.ndarray) -> float:
 def resolved(live: np.ndarray) -> np.ndarray:
     """For each pair of policies [n (n-1) / 2], whether the 95 % interval of its mean difference excludes 0."""
     difference = pair_differences(live)
-    error = difference.std(axis=0, ddof=1) / math.sqrt(len(live))
-    return np.abs(difference.mean(axis=0)) > 1.96 * error
+    low, high = mean_intervals(*cluster_sums(difference, np.arange(len(live))))
+    return (low > 0) | (high < 0)
 
 
 def prompts_needed(offline: np.ndarray, live: np.ndarray, share: float, seed: int) -> tuple[int | None, float]:
@@ -65,8 +67,8 @@ def prompts_needed(offline: np.ndarray, live: np.ndarray, share: float, seed: in
     prompts do, with probability `share` over pairs and sets of prompts; None: all n are too few. Also returns the
     probability at this number, or at n.
 
-    `offline` and `live` [prompts, policies]. Sets are drawn with replacement. Only resolved pairs count: those whose
-    live difference is more than 1.96 of its standard errors over the prompts. NaN if there is none.
+    `offline` and `live` [prompts, policies]. Sets are drawn with replacement. Only resolved pairs count: those of a
+    live difference with an interval that excludes 0. NaN if there is none.
     """
     generator = np.random.default_rng(seed)
     truth = order_signs(live.mean(axis=0))

@@ -27,7 +27,7 @@ def parser() -> Parser:
     found = Parser(
         prog="kvreplay predict",
         description="Rank correlation of offline metrics with live ones, over the policies of one prompt at one "
-        "budget: mean over prompts and its 95 % bootstrap interval. Needs runs measured by kvreplay live.",
+        "budget: mean over prompts and its 95 % interval (Student's t). Needs runs measured by kvreplay live.",
         examples=(
             "kvreplay predict out",
             "kvreplay predict out --live nll_increase --data predict.csv -o predict.svg",
@@ -42,7 +42,7 @@ def parser() -> Parser:
     add_same_prompt(add)
     add("--kind", metavar="REGEX", type=partial(pattern, "--kind"), help="part of a trace's name that is the kind of "
         "its prompt, such as the task (default: the name up to the first digit, hyphen or underscore)")  # fmt: skip
-    add("--seed", metavar="N", type=int, default=0, help="random seed of the bootstrap (default: 0)")
+    add("--seed", metavar="N", type=int, default=0, help="random seed of the number of prompts needed (default: 0)")
     add = found.add_argument_group("results").add_argument
     add("--json", action="store_true", help="print JSON in place of the tables")
     add("--data", metavar="FILE.csv", type=Path, help="CSV file of the rank correlations with all live metrics")

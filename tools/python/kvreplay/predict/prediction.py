@@ -1,7 +1,7 @@
 """Offline and live numbers of the same cells, and the agreement of their orders of policies.
 
 The headline is at equal budget and within a prompt: over the policies of one prompt at one budget the rank correlation
-of each offline metric with each live one, then the mean over budgets, then over prompts with the bootstrap interval of
+of each offline metric with each live one, then the mean over budgets, then over prompts with the interval of
 `kvreplay compare`. Over budgets correlations are larger but less informative, since every metric falls as the budget
 grows.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.compare.comparison import part_of_name, prompts_of
-from kvreplay.compare.statistics import bootstrap_intervals, cluster_sums, mean_intervals
+from kvreplay.compare.statistics import cluster_sums, mean_intervals
 from kvreplay.errors import Error
 from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
@@ -173,7 +173,7 @@ class Prediction:
         for key, some in means.groupby(by, sort=False):
             values = some[list(AGREEMENTS)].to_numpy()
             sums, counts = cluster_sums(values, np.arange(len(values)))
-            low, high = bootstrap_intervals(sums, counts, self.seed)
+            low, high = mean_intervals(sums, counts)
             line = dict(zip(by, key, strict=True)) | {"prompts": len(some)}
             for i, name in enumerate(AGREEMENTS):
                 mean = float(sums[:, i].sum() / counts[:, i].sum()) if counts[:, i].any() else np.nan
@@ -198,7 +198,7 @@ class Prediction:
         rows = self.of_prompts[self.of_prompts["live"] == live]
         grid = rows.groupby(["prompt", "offline"])["spearman"].mean().unstack("offline")
         difference = (grid[one] - grid[other]).dropna().to_numpy()[:, None]
-        low, high = mean_intervals(difference, self.seed)
+        low, high = mean_intervals(*cluster_sums(difference, np.arange(len(difference))))
         return float(difference.mean()), float(low[0]), float(high[0])
 
     def left_out_kinds(self, live: str = "kld") -> pd.DataFrame:
@@ -236,7 +236,7 @@ class Prediction:
         values = difference.dropna().to_numpy()[:, None]
         if len(values) < 2:
             return 0
-        low, high = mean_intervals(values, self.seed)
+        low, high = mean_intervals(*cluster_sums(values, np.arange(len(values))))
         return int(low[0] > 0) - int(high[0] < 0)
 
     def needed(self, offline: str, live: str = "kld") -> pd.DataFrame:

@@ -86,8 +86,7 @@ class Outcome:
         if one.memory != 1:
             return f"no verdict, unequal memory: the best uses {one.memory:g} times as much; difference {change}"
         answer = "better" if self.better else "not better"
-        few = " (too few for a reliable interval)" if one.prompts < statistics.FEW else ""
-        return f"{answer} on held-out traces: {change} over {one.prompts} prompts{few}"
+        return f"{answer} on held-out traces: {change} over {one.prompts} prompts"
 
     def table(self) -> str:
         """Where it comes from, start and best on both sides, the verdict."""

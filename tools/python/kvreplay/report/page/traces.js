@@ -41,7 +41,7 @@ function drawTraces(budget) {
     make("th", { scope: "col", class: "drawn" }, "mean and interval"));
   $("means").replaceChildren(make("thead", {}, head), ...bodies.filter(Boolean));
   $("compared").textContent = plain(`${compared.traces} traces of ${compared.prompts} prompts. Baseline: `
-    + `${compared.baseline}. Intervals: bootstrap over prompts, seed ${compared.seed}. p: sign flips of prompts. `
+    + `${compared.baseline}. Intervals: Student's t over prompts. p: sign flips of prompts, seed ${compared.seed}. `
     + `*: Holm-corrected p below 0.05, over ${compared.comparisons} comparisons. `
     + `These are the numbers of ${compared.command}.`);
   $("compare-notes").replaceChildren(...compared.notes.map((note) => make("li", {}, note)));
