@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import comb
 
 import numpy as np
