@@ -55,7 +55,7 @@ def mean_intervals(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     if several.any():
         from kvreplay import _engine  # not needed for a single trace
 
-        half_width[several] = [_engine.half_width(*column) for column in zip(sums.T[several], counts.T[several], strict=True)]
+        half_width[several] = list(map(_engine.half_width, sums.T[several], counts.T[several]))
     total = counts.sum(axis=0)
     mean = sums.sum(axis=0) / np.where(total > 0, total, np.nan)
     return np.array([mean - half_width, mean + half_width])
