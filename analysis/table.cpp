@@ -508,6 +508,14 @@ std::string best_lines(const TableRows& rows, const Layout& layout) {
   return lines;
 }
 
+/// A figure shows traces of one model.
+bool has_several_models(const RunSummary& summary) {
+  std::set<std::string> models;
+  for (const TraceRecord& trace : summary.traces)
+    if (trace.error.empty()) models.insert(trace.model);
+  return models.size() > 1;
+}
+
 /// Commands that show more of the run.
 std::string next_lines(const RunSummary& summary, const TableRows& rows, const Layout& layout, bool omits_rows) {
   if (rows.parts().empty()) return "";
@@ -522,7 +530,9 @@ std::string next_lines(const RunSummary& summary, const TableRows& rows, const L
     commands.push_back(fmt::format("kvreplay compare {} --baseline {}", folder,
                                    shell_word(part.budgets.front().rows.front().facts->label)));
   else
-    commands.push_back(fmt::format("kvreplay plot {} {}", part.budgets.size() > 1 ? "curve" : "kept", folder));
+    commands.push_back(
+        fmt::format("kvreplay plot {} {}{}", part.budgets.size() > 1 ? "curve" : "kept", folder,
+                    has_several_models(summary) ? " --trace " + shell_word(part.traces.front()->name) : ""));
   commands.push_back(fmt::format("kvreplay report {}", folder));
   std::string text;
   for (const std::string& command : commands) text += left(text.empty() ? "next" : "", indent) + command + '\n';

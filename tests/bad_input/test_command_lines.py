@@ -37,8 +37,8 @@ LINES: list[tuple[int, str, str]] = [
     ),
     (
         USAGE,
-        "-q info",
-        "-q: unknown option before the command: expected --help, --version, or kvreplay COMMAND OPTIONS",
+        "-j info",
+        "-j: unknown option before the command: expected --help, --version, or kvreplay COMMAND OPTIONS",
     ),
     (USAGE, "doctor now", "doctor: unexpected argument: found now"),
     (USAGE, "completion tosh", "completion: unknown shell: expected one of bash, zsh, fish, found tosh"),

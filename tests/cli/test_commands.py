@@ -127,8 +127,15 @@ def test_info_says_what_the_trace_is_and_serves(traces: Path) -> None:
     assert "prompt 12 + continuation 4" in text and "prompt 512 + continuation 64" in text and "about" not in text
 
 
+def without_breaks(text: str) -> str:
+    """Each row of a list on one line: continued lines begin with spaces."""
+    return re.sub(r"\n +", "  ", text)
+
+
 def test_info_of_several_traces_is_a_table(traces: Path) -> None:
-    head, *rows, gap, total, _, _, each = done("info", "fixture.h5", "long.h5", folder=traces).splitlines()
+    text = done("info", "fixture.h5", "long.h5", folder=traces)
+    assert max(map(len, text.splitlines())) <= 80
+    head, *rows, gap, total, _, _, each = without_breaks(text).splitlines()
     assert re.split("  +", head) == ["trace", "model", "tokens", "layers", "heads", "dtype", "size", "spans"]
     for row in rows:
         cells = re.split("  +", row)
@@ -180,7 +187,7 @@ def test_info_says_which_policies_a_trace_cannot_serve(tmp_path: Path) -> None:
         "a.h5:/layers/000/q_positions: missing stored queries for h2o: expected queries 0..19, found no query 0"
     )
     assert len(found["notes"]) == 1 and "no continuation" in found["notes"][0]
-    rows = [line.split(maxsplit=1) for line in done("info", "a.h5", folder=tmp_path).splitlines()]
+    rows = [line.split(maxsplit=1) for line in without_breaks(done("info", "a.h5", folder=tmp_path)).splitlines()]
     parameters = [text for row, text in rows if row == "parameter"]
     assert [text.split()[0] for text in parameters] == ["dms", "head-kv", "random-twin"]
     assert parameters[2] == "random-twin needs a parameter: of: (POLICY), as in of=(snapkv)"

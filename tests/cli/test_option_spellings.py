@@ -95,6 +95,13 @@ def test_quiet_keeps_the_answer(traces: Path, tmp_path: Path) -> None:
     assert broken[0].out == broken[1].out and broken[1].code == 1 and "broken.h5: invalid" in broken[1].out
     for words in (["synth", "needle", "-o", "s.h5"], ["merge", "merged", "out"], ["new-policy", "mine", "--plugin"]):
         assert done(*words, "-q", folder=tmp_path) == ""
+    assert done("-q", "synth", "needle", "-o", "s2.h5", folder=tmp_path) == ""
+    assert done("--quiet", "-q", "policies", folder=tmp_path) == done("policies", folder=tmp_path)
+
+
+def test_lists_fit_80_columns_without_a_terminal(traces: Path) -> None:
+    for words in (["policies"], ["policies", "snapkv"], ["metrics"], ["metrics", "recall"], ["info", "fixture.h5"]):
+        assert max(map(len, done(*words, folder=traces).splitlines())) <= 80, words
 
 
 def test_quiet_leaves_only_warnings_and_errors(traces: Path, tmp_path: Path) -> None:

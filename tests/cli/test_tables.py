@@ -11,6 +11,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -132,6 +133,8 @@ def test_show_has_the_failed_cells_and_those_of_earlier_calls(tmp_path: Path) ->
     (tmp_path / "broken.h5").write_text("no trace")
     answer = kvreplay("replay", "broken.h5", "t.h5", "-p", "knorm", "-b", "6", folder=tmp_path)
     assert answer.code == 6
+    [line] = answer.err.splitlines()
+    assert line.startswith("kvreplay: failed: broken, all cells: broken.h5: ")
     text = done("show", "kvreplay-out", folder=tmp_path)
     assert "trace    broken  failed: " in text
     assert {"h2o", "knorm", "(oracle)"} <= {line.split(" ")[0] for line in text.splitlines()}
@@ -628,6 +631,19 @@ def test_a_damaged_file_of_live_numbers_is_named(live: Path) -> None:
         3,
         "kvreplay: out/live/t.csv: value: expected a number, or empty, found a quarter\n",
     )
+
+
+def test_the_next_figure_is_of_one_model(tmp_path: Path) -> None:
+    for name, model, prompt in (("a", "one", "64"), ("b", "two", "96")):
+        done("synth", "needle", "-o", f"{name}.h5", "--prompt", prompt, folder=tmp_path)
+        with h5py.File(tmp_path / f"{name}.h5", "r+") as file:
+            file["model"].attrs["name"] = np.bytes_(model)
+    done("replay", "a.h5", "b.h5", "-p", "h2o,tova", "-b", "0.2,0.4", "-o", "out", folder=tmp_path)
+    text = done("show", "out", "--each", folder=tmp_path)
+    assert "           kvreplay plot curve out --trace a\n" in text
+    answer = kvreplay("plot", "curve", "out", folder=tmp_path, env=WITH_PYTHON)
+    assert answer.err.endswith("--trace: traces of several models: expected --trace NAME, found a of one; b of two\n")
+    assert kvreplay("plot", "curve", "out", "--trace", "a", folder=tmp_path, env=WITH_PYTHON).code == 0
 
 
 def test_traces_of_one_prompt_are_one_sample(tmp_path: Path) -> None:

@@ -54,14 +54,14 @@ std::vector<TableRow> variant_rows(const MetricCard& card, const char* by_defaul
 }
 
 void print_text(const MetricCard& card) {
-  print_columns({{card.name, card.summary}}, 0, page_width());
+  print_columns({{card.name, card.summary}});
   print_columns({{"unit", card.unit},
                  {"better", word(card.better)},
                  {"formula", card.formula},
                  {"source", card.source},
                  {"edges", card.edges}},
-                2, page_width());
-  print_columns(variant_rows(card, "default"), 2, page_width());
+                2);
+  print_columns(variant_rows(card, "default"), 2);
 }
 
 void print_markdown(const MetricCard& card) {

@@ -42,17 +42,11 @@ bool uses_colour(std::string_view choice) {
 
 void print_json(const Json& value) { fmt::print("{}\n", value.dump(2, ' ', false, Json::error_handler_t::replace)); }
 
-std::size_t terminal_width() {
-  winsize size{};
-  if (isatty(STDOUT_FILENO) == 0 || ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0)
-    return std::string::npos;
-  return size.ws_col;
-}
-
 std::size_t page_width() {
   constexpr std::size_t without_terminal = 80;
-  const std::size_t of_terminal = terminal_width();
-  return of_terminal == std::string::npos ? without_terminal : of_terminal;
+  winsize size{};
+  const bool is_terminal = isatty(STDOUT_FILENO) != 0 && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0;
+  return is_terminal && size.ws_col > 0 ? size.ws_col : without_terminal;
 }
 
 std::vector<std::string> wrapped(std::string_view text, std::size_t width_of_line) {
@@ -66,7 +60,8 @@ std::vector<std::string> wrapped(std::string_view text, std::size_t width_of_lin
   return lines;
 }
 
-void print_columns(const std::vector<TableRow>& rows, std::size_t indent, std::size_t room) {
+void print_columns(const std::vector<TableRow>& rows, std::size_t indent) {
+  const std::size_t room = page_width();
   constexpr std::size_t least_width = 20;  // of a wrapped column
   constexpr std::size_t further_indent = 4;
   std::vector<std::size_t> widths;

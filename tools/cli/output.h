@@ -33,18 +33,15 @@ void print_json(const Json& value);
 /// Of a table.
 using TableRow = std::vector<std::string>;
 
-/// Characters of a line of the terminal; npos where stdout is none.
-std::size_t terminal_width();
-
 /// Lines of words of at most `width` characters, if no word is longer.
 std::vector<std::string> wrapped(std::string_view text, std::size_t width);
 
-/// Of a text that people read: terminal_width(), or 80 where stdout is no terminal.
+/// Characters of a line of the terminal, or 80 where stdout is none.
 std::size_t page_width();
 
 /// Columns padded to their widest entry, two spaces between. Widths count characters. The last column is wrapped at
-/// `room`, and begins on a line below the others if they leave no room for it.
-void print_columns(const std::vector<TableRow>& rows, std::size_t indent = 0, std::size_t room = terminal_width());
+/// page_width(), and begins on a line below the others if they leave no room for it.
+void print_columns(const std::vector<TableRow>& rows, std::size_t indent = 0);
 
 /// A Markdown table; the columns `code` hold names.
 void print_markdown_table(const TableRow& heads, const std::vector<TableRow>& rows,

@@ -67,19 +67,19 @@ void print_text(const ConfiguredPolicy& policy) {
   const Card& card = policy.card();
   const auto& [granularity, needs, type, cost] = facts_of(policy);
   std::vector<TableRow> rows{{"granularity", granularity}, {"needs", needs}, {"class", type}, {"cost", cost}};
-  print_columns({{card.name, card.summary}}, 0, page_width());
+  print_columns({{card.name, card.summary}});
   if (*card.paper != '\0') rows.insert(rows.begin(), {"paper", card.paper});
   if (*card.score != '\0') rows.insert(rows.begin(), {"score", card.score});
-  print_columns(rows, 2, page_width());
+  print_columns(rows, 2);
   const Parameters parameters = policy.parameters();
   rows.clear();
   for (const Parameter& parameter : parameters.all())
     rows.push_back({parameter.name + "=" + default_or_value(parameter), parameter.range, parameter.help});
-  print_columns(rows, 2, page_width());
+  print_columns(rows, 2);
   rows.clear();
   for (const Preset& preset : parameters.presets())
     rows.push_back({"preset=" + preset.name, assignments(preset), preset.who});
-  print_columns(rows, 2, page_width());
+  print_columns(rows, 2);
 }
 
 void print_markdown(const ConfiguredPolicy& policy) {
@@ -146,7 +146,7 @@ void print_parts(const std::vector<TableRow>& rows) {
       lines.push_back({(*next)[1], (*next)[2] + shown});
     }
     fmt::print("{}=\n", kind);
-    print_columns(lines, 2, page_width());
+    print_columns(lines, 2);
   }
 }
 
@@ -179,7 +179,7 @@ int list_parts(const Arguments& arguments) {
     for (const auto& [part, others] : not_with) apart.push_back({part, fmt::format("{}", fmt::join(others, " "))});
     print_parts(rows);
     fmt::print("\nParts that cannot be combined:\n");
-    print_columns(apart, 2, page_width());
+    print_columns(apart, 2);
   }
   return 0;
 }
@@ -233,7 +233,7 @@ int list_policies(const Arguments& arguments) {
     print_markdown(all);
     return 0;
   }
-  if (!json && terminal_width() < widest) {
+  if (!json && page_width() < widest) {
     print_narrow(all);
     return 0;
   }

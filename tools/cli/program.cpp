@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -60,6 +61,14 @@ int run_command(const std::string& program, const std::vector<std::string>& word
   if (words.empty() || words.front() == "--help" || words.front() == "-h") {
     print_overview();
     return 0;
+  }
+  const auto command_word =
+      std::ranges::find_if_not(words, [](const std::string& word) { return word == "-q" || word == "--quiet"; });
+  if (command_word != words.begin() && command_word != words.end()) {
+    std::vector<std::string> reordered = words;
+    std::rotate(reordered.begin(), reordered.begin() + (command_word - words.begin()),
+                reordered.begin() + (command_word - words.begin()) + 1);
+    return run_command(program, reordered);
   }
   const std::string& name = words.front();
   if (name == "--version" || name == "-V") return print_version();

@@ -486,8 +486,12 @@ void report_not_estimated(const Arguments& arguments, const RunRequest& request)
 
 void report_troubles(const RunSummary& summary) {
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
+  std::set<std::string> whole;  // traces of which no cell was measured, for one reason
+  for (const TraceRecord& trace : summary.traces)
+    if (!trace.error.empty() && whole.insert(trace.name).second)
+      say("kvreplay: failed: {}, all cells: {}\n", trace.name, trace.error);
   for (const CellRecord& cell : summary.cells)
-    if (cell.state == CellState::failed)
+    if (cell.state == CellState::failed && !whole.contains(cell.trace))
       say("kvreplay: failed: {}, {} at budget {}: {}\n", cell.trace, cell.label, cell.budget, cell.error);
 }
 

@@ -123,7 +123,9 @@ class Choice:
         chosen = pick("--trace", "trace", self.traces_asked, known) if self.traces_asked else known
         models = sorted(set(self.run.cells["model"][self.run.cells["trace"].isin(chosen)]))
         if len(models) > 1:
-            found = f"{len(chosen)} traces of " + ", ".join(models)
+            cells = self.run.cells
+            found = "; ".join(f"{', '.join(sorted(set(cells['trace'][cells['model'] == model]) & set(chosen)))} "
+                              f"of {model}" for model in models)  # fmt: skip
             raise Error("--trace", "traces of several models", "--trace NAME", found, Refusal.USAGE)
         return chosen
 
