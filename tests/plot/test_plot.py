@@ -120,6 +120,22 @@ def test_a_figure_goes_into_the_run_when_nothing_is_said(broken, capsys):
     assert capsys.readouterr().out == f"{broken / 'figures' / 'curve-attention_recall-prompt.svg'}\n"
 
 
+def test_a_policy_that_keeps_protected_tokens_only_has_no_similarity(tmp_path):
+    """Its matrix is empty and not 1; the colours end where those of the other policies do."""
+    only = Policy("streaming-llm", "recent=20", recent=20)  # of a budget of 20
+    for name, policies in (("with", [SNAPKV, only]), ("without", [SNAPKV])):
+        run = make_run(tmp_path / name, policies, 4, ["0.1"], [("a", 200, 0.4)])
+        data = drawn("heatmap", run, tmp_path)
+        pairs = data[data["quantity"] == "jaccard"].set_index("policy")["value"]
+        assert pairs.loc["snapkv"].notna().all() and pairs.get("streaming-llm", pd.Series()).isna().all()
+        with style.settings():
+            figure = heatmap.draw(Choice(Run(run))).figure
+        ends = [axis.images[0].get_clim()[1] for axis in figure.axes if axis.images]
+        assert len(set(ends)) == 1 and ends[0] < 1
+        said = " ".join(text.get_text() for axis in figure.axes for text in axis.texts)
+        assert ("protected tokens" in said) == (name == "with") and "one layer" not in said
+
+
 @pytest.mark.parametrize("kind", ["heatmap", "kept", "budgets"])
 def test_layers_carry_the_models_own_numbers(kind, broken, tmp_path):
     with h5py.File(broken / "cells/demo.h5", "a") as file:
@@ -447,13 +463,19 @@ def test_needle_has_rows_of_depths_that_exist_and_says_how_many_needles_a_cell_h
     places = [("a", 200, 0.13), ("b", 200, 0.42), ("c", 200, 0.43), ("d", 200, 0.85), ("e", 400, 0.42)]
     run = make_run(tmp_path / "run", [SNAPKV], 2, ["0.1"], places)
     with style.settings():
-        axis = needle.draw(Choice(Run(run))).figure.axes[0]
+        figure = needle.draw(Choice(Run(run))).figure
+    axis = figure.axes[0]
+    assert "needles of a cell, 1 to 2;" in " ".join(text.get_text() for text in figure.texts)
     assert [text.get_text() for text in axis.get_yticklabels()] == ["10", "40", "90"]
     shown = axis.images[0].get_array()
     assert shown.shape == (3, 2)
     np.testing.assert_array_equal(np.isnan(np.ma.filled(shown, np.nan)), [[0, 1], [0, 0], [0, 1]])
-    counts = {text.get_position(): text.get_text() for text in axis.texts if text.get_text().isdigit()}
-    assert counts == {(0, 0): "1", (0, 1): "2", (1, 1): "1", (0, 2): "1"}
+    shown_texts = {
+        text.get_position(): text.get_text() for text in axis.texts if re.fullmatch(r"[.\d]+", text.get_text())
+    }
+    assert {(x, y): needle.share_text(shown[y, x]) for x, y in shown_texts} == shown_texts
+    assert set(shown_texts) == {(0, 0), (0, 1), (1, 1), (0, 2)}
+    assert [needle.share_text(share) for share in (0, 0.004, 0.07, 0.994, 1)] == ["0", ".00", ".07", ".99", "1"]
 
 
 def test_compare_shows_each_difference_and_what_the_compare_command_computes(many, tmp_path, capsys):

@@ -76,3 +76,6 @@ def test_wrong_questions(small: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "kvreplay: --token: position: expected 0 to 149, found 150\n"
     assert main([str(small), "-p", "snapkv", "-t", "3", "--layer", "3"]) == 2
     assert capsys.readouterr().err == "kvreplay: --layer: layer: expected a treated layer: 0 to 2, found 3\n"
+    assert main([str(small.parent), "-p", "snapkv", "-t", "3"]) == 2
+    expected = f"kvreplay: {small.parent}: not a trace: expected TRACE.h5, which a run replayed, found a folder\n"
+    assert capsys.readouterr().err == expected

@@ -720,6 +720,35 @@ def test_buttons_jump_to_needle_question_and_answer(page, real, look):
             assert frame["y"] <= token["y"] <= frame["y"] + frame["height"]
 
 
+def test_a_jump_brings_the_text_into_the_window(page, look):
+    window = look(page)
+    window.set_viewport_size({"width": 1200, "height": 400})
+    window.evaluate("document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 0)")
+    window.evaluate("document.querySelector('#jumps button').click()")
+    pane = window.locator(".prose").first.bounding_box()
+    assert pane["y"] < 400 and pane["y"] + pane["height"] > 0
+
+
+def test_a_click_with_shift_selects_no_text_and_pointing_keeps_the_colour_of_the_chosen_row(page, look):
+    window = look(page)
+    window.click("#headline tr[data-label='h2o-online'] td >> nth=2")
+    window.click("#headline tr[data-label='chunkkv'] td >> nth=2", modifiers=["Shift"])
+    assert first_and_second(window) == ("h2o-online", "chunkkv") and window.evaluate("getSelection().toString()") == ""
+    colour = "getComputedStyle(document.querySelector('#headline tr.first td')).backgroundColor"
+    window.hover("h1")
+    chosen = window.evaluate(colour)
+    window.hover("#headline tr.first td >> nth=1")
+    assert window.evaluate(colour) == chosen
+    window.hover("#headline tr[data-label='kivi'] td >> nth=1")
+    pointed = "getComputedStyle(document.querySelector('#headline tr[data-label=kivi] td')).backgroundColor"
+    assert window.evaluate(pointed) != chosen
+
+
+def test_charts_open_on_the_metric_that_ranks_the_table(page, look):
+    window = look(page)
+    assert {window.input_value(f"#{one}-metric") for one in ("curve", "tradeoff")} == {"out.err"}
+
+
 def test_the_address_restores_the_page(page, look):
     window = look(page)
     choose(window, budget="160", first="chunkkv", second="", layer=12, head=1, shade="rank", curve_metric="att.cos",
@@ -771,13 +800,13 @@ def test_tables_are_copied_as_markdown_latex_and_csv(page, real, look):
         assert value in recall.loc[[policy]].to_list()  # in full precision
     assert len(table) == 9
     lines = copied("Markdown").splitlines()
-    assert lines[0].startswith("| policy | heads | kept |") and re.fullmatch(r"\| ---( \| ---:)+ \|", lines[1])
+    assert lines[0].startswith("| policy | heads | kept |") and re.fullmatch(r"\| --- \| ---( \| ---:)+ \|", lines[1])
     assert len(lines) == 2 + 9 and len({line.count("|") - line.count("\\|") for line in lines}) == 1
     best = window.inner_text("#headline td.best >> nth=0").strip("*\xa0")
     assert f"**{best}**" in "\n".join(lines)
     latex = copied("LaTeX")
     assert f"\\textbf{{{best}}}" in latex and latex.count("\\\\") == 10
-    assert latex.startswith("\\begin{tabular}{l" + "r" * (len(table.columns)) + "}")
+    assert latex.startswith("\\begin{tabular}{ll" + "r" * (len(table.columns) - 1) + "}")
     window.fill("#policies", "kivi")
     assert len(copied("Markdown").splitlines()) == 3  # the rows that are shown
 
@@ -882,6 +911,11 @@ def test_a_filter_without_a_match_is_said(page, look):
     window.fill("#policies", "no such policy")
     for chart in ("curve-chart", "layer-chart"):
         assert window.inner_text(f"#{chart}") == "No policy with this metric matches the filter."
+    assert window.inner_text("#headline tbody") == "No policy matches the filter."
+    window.fill("#policies", "kivi")
+    assert "kivi" in window.inner_text("#own-memory")
+    window.fill("#policies", "h2o")
+    assert window.inner_text("#own-memory") == ""
 
 
 def test_a_baseline_that_is_not_asked_for_is_on_the_page(many, look):

@@ -31,13 +31,15 @@ def test_the_commands_of_the_page_print_what_it_shows(traces, tmp_path, capsys, 
         assert main([*map(str, traces), *shlex.split(words), "--trials", "8"]) == 0
         printed = capsys.readouterr().out.splitlines()
         assert beginnings(printed) == beginnings(lines.splitlines())
-        run = kv.replay(traces[0], shlex.split(printed[-1])[-1], "0.1", metrics="attention_recall", output="replayed")
+        run = kv.replay(traces[0], "@" + shlex.split(words)[-1], "0.1", metrics="attention_recall", output="replayed")
         assert set(run.overall["role"]) >= {"asked"}
 
 
 def beginnings(lines: list[str]) -> list[str]:
-    """The labels, or the sentences up to their first number; a verdict may be either. Wrapped lines are indented."""
-    return [re.match(r"(?:not )?(better on held-out traces:|\S*) ?", line)[1] for line in lines if line[0] != " "]
+    """The labels, or the sentences up to their first number; a verdict and its consequence may be either. Wrapped lines
+    are indented."""
+    found = [re.match(r"(?:not )?(better on held-out traces:|\S*) ?", line)[1] for line in lines if line[0] != " "]
+    return [{"written": "replay"}.get(one, one) for one in found]
 
 
 # ---- search
@@ -469,4 +471,7 @@ def test_the_table_is_for_people(traces, tmp_path, monkeypatch, capsys):
     words = " ".join(said.split())
     assert "OPEN LOOP" in words and "on held-out traces" in words
     assert max(map(len, said.splitlines())) <= 80
-    assert said.endswith("replay     -p @out/mine.yaml\n") and Path("out/mine.yaml").is_file()
+    better = "not better" not in words
+    end = "replay     -p @out/mine.yaml\n" if better else "written    out/mine.yaml: not shown to be better\n"
+    assert said.endswith("runs       kvreplay-tune, reused by the next call\n" + end)
+    assert Path("out/mine.yaml").is_file() and Path("kvreplay-tune").is_dir()

@@ -61,6 +61,8 @@ def why(arguments: argparse.Namespace) -> None:
     """Replays, explains, prints."""
     require_least(arguments, token=0, layer=0)
     require_paths(arguments.trace)
+    if arguments.trace.is_dir():
+        raise Error(str(arguments.trace), "not a trace", "TRACE.h5, which a run replayed", "a folder", Refusal.USAGE)
 
     from kvreplay.engine import Trace, require_cell
 

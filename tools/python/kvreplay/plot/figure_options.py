@@ -84,9 +84,11 @@ class Choice:
 
     @cached_property
     def asked_labels(self) -> list[str]:
-        """Labels of the run that are no controls, sorted."""
+        """Labels of the run that are no controls, in the order of its last call; others follow, sorted."""
         cells = self.run.cells
-        return sorted(set(cells["label"][cells["role"] != "control"]))
+        known = set(cells["label"][cells["role"] != "control"])
+        called = [one["label"] for one in self.run.about.get("cells", []) if one.get("label") in known]
+        return [*dict.fromkeys(called), *sorted(known - set(called))]
 
     def role(self, label: str) -> str:
         """asked or control."""

@@ -14,7 +14,9 @@ def draw(choice: Choice) -> Drawing:
     """One matrix a policy, all on one colour scale, the mean of adjacent layers beside its chance level below each."""
     trace = choice.one_trace()
     cells = choice.cells(trace)
-    matrices = [cell.selection.jaccard[choice.variant] for cell in cells]
+    chosen = [bool((cell.selection.mask() & cell.selection.unprotected()).any()) for cell in cells]
+    matrices = [np.where(some, cell.selection.jaccard[choice.variant], np.nan)
+                for some, cell in zip(chosen, cells, strict=True)]  # fmt: skip
     end = scale_end(matrices)
     stops = "" if end == 1 else f"Colours end at {end:.1f}; the diagonal is 1"
 
@@ -43,9 +45,9 @@ def draw(choice: Choice) -> Drawing:
         names.write(axis, i)
         adjacent = float(np.diagonal(matrix, 1).mean()) if len(matrix) > 1 else np.nan
         expected = chance(cell.selection, choice.variant)
-        if np.isnan(adjacent):
+        if len(matrix) == 1:
             below = "one layer"
-        elif not (cell.selection.mask() & cell.selection.unprotected()).any():
+        elif not chosen[i]:
             below = f"only{apart.strip(',')}protected tokens"
         else:
             below = f"adjacent {adjacent:.3f}{apart}chance {expected:.3f}"

@@ -25,8 +25,8 @@ def chance(selection: Selection, variant: str) -> float:
 
 
 def scale_end(matrices: list[np.ndarray]) -> float:
-    """Where the shared colours end: the next tenth above 99 % of what lies off the diagonals."""
+    """End of the shared colours: the next tenth above 99 % of the defined similarities off the diagonals."""
     beside = np.concatenate([matrix[~np.eye(len(matrix), dtype=bool)] for matrix in matrices])
-    if beside.size == 0:
+    if np.isnan(beside).all():
         return 1.0
-    return float(np.clip(np.ceil(np.quantile(beside, 0.99) * 10 - 1e-9) / 10, 0.1, 1.0))
+    return float(np.clip(np.ceil(np.nanquantile(beside, 0.99) * 10 - 1e-9) / 10, 0.1, 1.0))

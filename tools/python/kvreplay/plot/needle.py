@@ -53,7 +53,7 @@ def places_of(traces: list[TraceFacts]) -> str:
 
 def draw(choice: Choice) -> Drawing:
     """One matrix a policy: a row each depth and a column each length that the traces have, in a cell the mean over its
-    needles and their number; it is crossed out where there is none."""
+    needles; it is crossed out where there is none."""
     name, _, measure = (choice.metric_asked or METRIC).partition(":")
     measure = measure or "mean"
     if name != METRIC:
@@ -99,7 +99,7 @@ def draw(choice: Choice) -> Drawing:
         headings=names.headings(columns),
         title="Share of the needle kept, by depth and prompt length",
         subtitle=f"{choice.budget_line()}; span recall, {VARIANTS[measure]}, mean over layers; depth in the {place}",
-        caption=choice.caption("Colour: mean over the needles of a cell; number: count of needles; ×: none"),
+        caption=choice.caption(f"Numbers and colours: mean over the needles of a cell, {counts_text(cells)}; ×: none"),
     )  # fmt: skip
     data = []
     for i, label in enumerate(labels):
@@ -112,7 +112,7 @@ def draw(choice: Choice) -> Drawing:
         axis.plot(empty[:, 1], empty[:, 0], "x", color=QUIET, markersize=3, markeredgewidth=0.6)
         for one in mine.itertuples():
             colour = "white" if one.mean < 0.5 else "black"
-            axis.text(one.column, one.row, one.traces, color=colour, ha="center", va="center_baseline")
+            axis.text(one.column, one.row, share_text(one.mean), color=colour, ha="center", va="center_baseline")
         step = -(-len(lengths) * 0.33 // panel[0])
         shown = np.arange(0, len(lengths), max(1, int(step)))
         axis.set_xticks(shown, [short(lengths.iloc[k]) for k in shown])
@@ -130,6 +130,17 @@ def draw(choice: Choice) -> Drawing:
         }))  # fmt: skip
     sheet.colour_bar(image, "share kept", ticks=[0, 0.5, 1])
     return Drawing(sheet.figure, pd.concat(data, ignore_index=True))
+
+
+def share_text(share: float) -> str:
+    """A share for a narrow cell: .07, 1."""
+    return "1" if share > 0.995 else f"{share:.2f}"[1:] if share > 0 else "0"
+
+
+def counts_text(cells: pd.DataFrame) -> str:
+    """How many needles the cells have: 1 each, 1 to 3."""
+    least, most = cells["traces"].min(), cells["traces"].max()
+    return f"{least} each" if least == most else f"{least} to {most}"
 
 
 def short(tokens: float) -> str:

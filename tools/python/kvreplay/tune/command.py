@@ -176,8 +176,7 @@ def tune(arguments: argparse.Namespace, command: list[str]) -> None:
     if arguments.json:
         print(json.dumps(result.document(str(arguments.output)), indent=2, allow_nan=False))
     else:
-        print(result.table())
-        print(f"replay     -p @{arguments.output}")
+        print(result.table(arguments.output, arguments.work))
     say_notes("tune", objective.notes, arguments.quiet)
 
 

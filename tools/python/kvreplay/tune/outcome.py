@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
@@ -88,8 +89,8 @@ class Outcome:
         answer = "better" if self.better else "not better"
         return f"{answer} on held-out traces: {change} over {one.prompts} prompts"
 
-    def table(self) -> str:
-        """Where it comes from, start and best on both sides, the verdict."""
+    def table(self, output: Path, work: Path) -> str:
+        """Where it comes from, start and best on both sides, the verdict, the policy file and the folder of runs."""
         objective, fitting, held_out = self.objective, self.fitting, self.held_out
         lines = [
             f"objective  {objective.metric}, {objective.better} is better, at budget {objective.budget}"
@@ -104,6 +105,8 @@ class Outcome:
             f"95 % interval on held-out prompts {interval(held_out.low, held_out.high, True)}, "
             f"p {probability(held_out.p)}",
             self.verdict,
+            f"runs       {work}, reused by the next call",
+            f"replay     -p @{output}" if self.better else f"written    {output}: not shown to be better",
         ]
         return "\n".join(part for line in lines for part in wrapped(line, " " * 11))
 

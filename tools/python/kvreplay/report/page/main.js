@@ -37,11 +37,12 @@ async function chooseTrace() {
   await chooseBudget();
 }
 
-/** The options of a choice of metrics; the first choice is recall, if there is recall. */
+/** The options of a choice of metrics; the first choice is that of the table's ranking. */
 function fillMetric(id, options) {
   const first = $(id).value === "" && !requested.has(id);
   fill($(id), options);
-  if (first && options.some(([title]) => title === "recall")) $(id).value = "recall";
+  const ranking = ["out.err", "recall"].find((one) => options.some(([title]) => title === one));
+  if (first && ranking) $(id).value = ranking;
 }
 
 /** Leaves nothing of another trace on the page. */

@@ -3,6 +3,7 @@
 const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font-size", "font-family",
   "font-weight", "text-anchor"];
 const PNG_SCALE = 2;
+const NAMES = 2; // columns of words, policy and heads: the others are numbers
 
 /**
  * The shown cells of a table, row by row: {text, values, best}; headings of groups and drawings are left out. A cell
@@ -22,7 +23,7 @@ const WRITERS = {
     const line = (texts) => `| ${texts.join(" | ")} |`;
     const escaped = (text) => text.replaceAll("|", "\\|").replaceAll("*", "\\*");
     const cell = ({ text, best }) => (best ? `**${text.replace(/\*$/, "")}**` : escaped(text));
-    return [line(head.map(cell)), line(head.map((_, i) => (i ? "---:" : "---"))), 
+    return [line(head.map(cell)), line(head.map((_, i) => (i < NAMES ? "---" : "---:"))),
       ...rows.map((row) => line(row.map(cell)))].join("\n");
   },
   LaTeX: ([head, ...rows]) => {
@@ -30,7 +31,7 @@ const WRITERS = {
       .replaceAll("~", "\\textasciitilde ").replaceAll("^", "\\textasciicircum ");
     const cell = ({ text, best }) => (best ? `\\textbf{${escaped(text.replace(/\*$/, ""))}}` : escaped(text));
     const line = (row) => `${row.map(cell).join(" & ")} \\\\`;
-    return [`\\begin{tabular}{l${"r".repeat(head.length - 1)}}`, "\\hline", line(head), "\\hline", ...rows.map(line),
+    return [`\\begin{tabular}{${"l".repeat(NAMES)}${"r".repeat(head.length - NAMES)}}`, "\\hline", line(head), "\\hline", ...rows.map(line),
       "\\hline", "\\end{tabular}"].join("\n");
   },
   CSV: (rows) => rows.map((row) => row.flatMap(({ values }) => values).map(String).map((value) =>

@@ -60,9 +60,14 @@ function rowOf(cell) {
   const values = cell.values.map(([value, text, best]) => make("td",
     { "data-value": value ?? "", ...(best && { class: "best" }) }, text,
     make("span", { class: "mark" }, best ? "*" : "\u00a0")));
-  return make("tr", { class: cell.role, "data-label": cell.label,
+  return make("tr", { class: cell.role, "data-label": cell.label, onmousedown: keepSelection,
     onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, make("th", { scope: "row" }, name),
     make("td", {}, cell.heads), ...values);
+}
+
+/** A click with Shift compares policies; the browser would select the text between two clicks. */
+function keepSelection(event) {
+  if (event.shiftKey) event.preventDefault();
 }
 
 function drawTable(trace, budget) {
@@ -82,12 +87,14 @@ function drawTable(trace, budget) {
       make("span", {}, title)));
     return rows.length ? make("tbody", {}, group, ...rows) : "";
   });
+  const none = cells.length ? [] : [make("tr", { class: "failed" }, make("td", { colspan: columns.length + 2 },
+    "No policy matches the filter."))];
   const failed = budget.failed.map((cell) => make("tr", { class: "failed" }, make("th", { scope: "row" }, cell.label),
     make("td", { colspan: columns.length + 1 }, `failed: ${cell.error}`)));
   $("headline").replaceChildren(make("thead", {}, ...(live ? [kinds] : []), head),
-    ...bodies.filter(Boolean), make("tbody", {}, ...failed));
+    ...bodies.filter(Boolean), make("tbody", {}, ...none, ...failed));
   $("budget-line").textContent = budget.line;
-  $("own-memory").textContent = budget.own_memory;
+  $("own-memory").textContent = cells.some((cell) => groupOf(cell) === OWN_MEMORY) ? budget.own_memory : "";
   $("skill").textContent = trace.skill;
   markSelected();
 }

@@ -125,7 +125,9 @@ function jumpTo(token, held = true) {
 /** The next of some ascending tokens after the chosen one, the first after the last. */
 function jumpToNext(tokens) {
   const next = tokens.find((token) => token > reading.at) ?? tokens[0];
-  if (next !== undefined) jumpTo(next);
+  if (next === undefined) return;
+  jumpTo(next);
+  $("panes").scrollIntoView({ block: "nearest" });
 }
 
 /** The first compressed token of an answer, else of a needle; -1 without these spans. */

@@ -24,7 +24,7 @@ function drawTraces(budget) {
     make("path", { d: SHAPES.o, transform: `translate(${x(mean)} 7) scale(4)` }));
   const columns = metric.has_verdicts ? [...MEANS, ...VERDICTS] : MEANS;
   const rowOf = (line) => make("tr", { "data-label": line.label },
-    make("th", { scope: "row" }, make("button", { type: "button", class: "name",
+    make("th", { scope: "row" }, make("button", { type: "button", class: "name", onmousedown: keepSelection,
       onclick: (event) => selectPolicy(line.label, event.shiftKey) }, keyOf(policyOf.get(line.label)), line.label)),
     ...columns.map(([, ...names], i) => make("td", {
       "data-values": JSON.stringify(names.map((name) => line.numbers[name] ?? "")) }, line.texts[i] ?? "")),
