@@ -595,7 +595,13 @@ std::string document(const TableRows& rows, const Tables& tables, Layout layout,
   std::string below;
   for (const auto& [part, budgets] : tables) {
     if (tables.size() == 1 && budgets.size() == 1) below += budget_lines(part->traces, budgets.front(), layout);
-    for (const BudgetRows& budget : budgets) below += notes(*part, budget, layout);
+    for (const BudgetRows& budget : budgets) {
+      const auto all = std::ranges::find(part->budgets, budget.budget, &BudgetRows::budget);
+      if (const std::size_t rest = rows.rest(*all); rest > 0) below += rest_line(rows, budget, rest);
+      below += notes(*part, budget, layout);
+    }
+    if (budgets.size() < part->budgets.size())
+      below += fmt::format("{} of {} budgets; --all prints all\n", budgets.size(), part->budgets.size());
   }
   std::vector<std::string> lines;
   boost::replace_first(below, "budget   ", "budget ");
