@@ -11,6 +11,7 @@
 #include "cuda/attention_operands.h"
 #include "cuda/device_call.h"
 #include "float_types.h"
+#include "parallel.h"
 
 namespace kvreplay {
 namespace {
@@ -55,6 +56,21 @@ ResidentKeys resident_keys(DeviceCall& call, KeptSets sets, int group, int query
 template <class Number>
 void copy_heads(std::span<const Number> from, std::size_t count, Number* to, std::size_t stride) {
   for (; !from.empty(); from = from.subspan(count), to += stride) std::copy_n(from.data(), count, to);
+}
+
+/// [kv_heads, rows, width] of a task, 0 where a query does not see a key.
+std::vector<double> log_weights(const LogWeights& weights, const ComparisonTask& task,
+                                std::span<const ComparedQuery> queries, int threads) {
+  std::vector<double> all(comparison_panel(task));
+  const std::size_t width = static_cast<std::size_t>(task.width());
+  all_side_by_side(threads, all.size() / width, [&](std::size_t number) {
+    const int kv_head = static_cast<int>(number) / task.rows(), row = static_cast<int>(number) % task.rows();
+    const ComparedQuery& query = queries[static_cast<std::size_t>(row / task.group)];
+    weights(task.first_head + kv_head * task.group + row % task.group, query.own, query.first,
+            std::span(all).subspan(number * width + static_cast<std::size_t>(query.first - task.first_key),
+                                   static_cast<std::size_t>(query.end - query.first)));
+  });
+  return all;
 }
 
 ComparedSet room_for(const LayerTensors& layer, std::size_t queries, bool vectors) {
@@ -104,7 +120,7 @@ ComparedSet CudaBackend::compare_evolving_set(const LayerTensors& layer, const C
 
 ComparedSet CudaBackend::compare_set(const LayerTensors& layer, const ChangedSet& set,
                                      std::span<const std::int32_t> queries, int boundary, bool vectors) {
-  const auto& [stored, positions, kept, values_of_queries] = set;
+  const auto& [stored, positions, kept, values_of_queries, weights] = set;
   assert(kept.size() == 1 || kept.size() == queries.size());
   const auto query_count = queries.size();
   const int group = layer.group();
@@ -159,9 +175,9 @@ ComparedSet CudaBackend::compare_set(const LayerTensors& layer, const ChangedSet
     task.stored_keys = same_keys ? task.keys : operands(stored.k, stored_keys);
     task.stored_values = same_values ? task.values : operands(stored.v, stored_values);
 
-    // A query's logits of full and stored keys.
-    const std::size_t of_query =
-        2 * sizeof(double) * static_cast<std::size_t>(heads * group) * static_cast<std::size_t>(queries.back() + 1);
+    // A query's logits of full and stored keys, and the log weights of these.
+    const std::size_t of_query = (weights == nullptr ? 2 : 3) * sizeof(double) *
+                                 static_cast<std::size_t>(heads * group) * static_cast<std::size_t>(queries.back() + 1);
     const std::size_t at_once = std::clamp<std::size_t>(std::min(memory_.limit() / 8, most_panel_bytes) / of_query, 1,
                                                         static_cast<std::size_t>(std::max(1, most_rows / group)));
     for (std::size_t begin = 0; begin < query_count; begin += at_once) {
@@ -181,6 +197,7 @@ ComparedSet CudaBackend::compare_set(const LayerTensors& layer, const ChangedSet
       task.places = some.copy(compared);
       task.resident =
           resident_keys(some, kept.size() == 1 ? kept : kept.subspan(begin, count), group, layer.q.heads, task.end_key);
+      task.log_weights = weights == nullptr ? nullptr : some.copy(log_weights(*weights, task, compared, threads()));
       const std::size_t rows = static_cast<std::size_t>(heads * group) * count;
       Comparison* made = some.room<Comparison>(rows);
       float* made_vectors = !vectors ? nullptr : some.room<float>(2 * rows * dim);

@@ -248,10 +248,12 @@ __global__ void __launch_bounds__(row_threads)
   for (int i = thread; i < width; i += row_threads) {
     const int key = task.first_key + i;
     const double z = full[i], stored_z = stored[i];
-    highest[0] = fmax(highest[0], z);
-    highest[1] = fmax(highest[1], stored_z);
     if (key >= place.first && key < place.end && key < task.boundary)
       add(logits, z, stored_z == -HUGE_VAL ? 0.0 : stored_z);
+    if (task.log_weights != nullptr)
+      stored[i] += task.log_weights[blockIdx.x * static_cast<std::size_t>(width) + static_cast<std::size_t>(i)];
+    highest[0] = fmax(highest[0], z);
+    highest[1] = fmax(highest[1], stored[i]);
   }
   combine<Sum>(shared, logits);
   combine<Greatest>(shared, highest);

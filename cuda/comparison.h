@@ -61,6 +61,7 @@ struct ComparisonTask {
   double scale = 1.0;
   double cap = 0.0;                     // 0: none
   const double* sink_logits = nullptr;  // [kv_heads * group] in units of log 2; null: there are none
+  const double* log_weights = nullptr;  // [kv_heads, rows, width] of stored keys; null: 0
 
   __host__ __device__ int rows() const { return query_count * group; }
   __host__ __device__ int width() const { return end_key - first_key; }

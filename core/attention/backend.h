@@ -138,12 +138,18 @@ class EvolvingValues {
   virtual Reader of_head(int kv_head) const = 0;
 };
 
-/// A kept set of a layer whose tokens a store has changed or moved.
+/// Adds the logarithm of the weight w of each token from `first` on to its logit z, for the query at a position and a
+/// query head: attention is w e^z / Σ w e^z. The logit of a token that is not read is -infinity and may be left as it
+/// is. Calls can be made side by side.
+using LogWeights = std::function<void(int head, int query, int first, std::span<double> logits)>;
+
+/// A kept set of a layer whose tokens a store has changed or moved, or whose tokens are weighted.
 struct ChangedSet {
   const LayerTensors& stored;              // with K̃ and Ṽ for the tokens of the layer
   Positions positions;                     // where kept tokens stand
   KeptSets kept;                           // for all queries, or one for each
   const EvolvingValues* values = nullptr;  // in place of Ṽ
+  const LogWeights* weights = nullptr;     // of the tokens in ã; null: 1. Not together with `values`
 };
 
 /// Of one changed set.
@@ -227,7 +233,8 @@ class Backend {
   virtual KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                                    std::span<const KeptSets> kept, MomentParts parts = all_moments) = 0;
 
-  /// The general path, for stores that transform what they keep: each set against the full attention of the layer.
+  /// The general path, for stores that transform what they keep and for weighted tokens: each set against the full
+  /// attention of the layer.
   virtual std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
                                                 std::span<const std::int32_t> queries, int boundary, bool vectors) = 0;
 

@@ -218,6 +218,7 @@ class ChangedBlock {
     }
     std::vector<Comparison> compared(block_.rows.size());
     for (int row = 0; row < block_.row_count(); ++row) compare_logits(row, compared[at(row)].logits);
+    if (changed_.weights != nullptr) weigh_tokens();
     block_.make_weights(weights_);
     for (int row = 0; row < block_.row_count(); ++row) compare_weights(row, compared[at(row)]);
     return compared;
@@ -307,6 +308,14 @@ class ChangedBlock {
     for (int key = place.first; key < std::min(boundary_, place.end); ++key) {
       const double stored = weights_[block_.column(row, key)];
       add(logits, block_.logits[block_.column(row, key)], stored == -HUGE_VAL ? 0.0 : stored);
+    }
+  }
+
+  void weigh_tokens() {
+    for (int row = 0; row < block_.row_count(); ++row) {
+      const auto& [head, query, place] = block_.rows[at(row)];
+      (*changed_.weights)(head, place.own, place.first,
+                          std::span(weights_).subspan(block_.column(row, place.first), at(place.end - place.first)));
     }
   }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/backend.h"
 #include "attention/kept_set.h"
 #include "observables/layer_view.h"
 #include "parameters.h"
@@ -54,6 +55,7 @@ struct ScheduledPrompt {
 struct LayerReads {
   std::function<KeptSet(int query)> at;  // as a set over [0, P); tokens after the prompt are read too
   double bytes = 0;                      // that are held for it, beside keys and values
+  LogWeights weights = {};               // of the tokens that are read; empty: 1
 };
 
 /// What each query of a schedule with sparse reads ranks, to read the best of it.
@@ -94,6 +96,8 @@ class Schedule {
   virtual LayerSelection run(const ScheduledLayer&) const;
   /// Of schedules that decide nothing: `none` where the trace says what a query reads.
   virtual ScoredUnit scored_unit() const { return ScoredUnit::none; }
+  /// Of schedules that decide nothing: whether tokens that a query reads have weights.
+  virtual bool weighs_tokens() const { return false; }
   /// Of schedules that decide nothing. `budget`: tokens of the prompt that a query may read, less than P.
   virtual LayerReads reads(const LayerView&, int /*budget*/) const { return {}; }
 };

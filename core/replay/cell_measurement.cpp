@@ -176,8 +176,9 @@ std::map<std::size_t, ComparedSet> CellMeasurement::compare(const LayerView& vie
     const auto same = job.same >= 0 ? of_job.find(&jobs_.same(job)) : of_job.end();
     number[i] = of_job[&job] = same != of_job.end() ? same->second : changed.size();
     if (number[i] == changed.size())
-      changed.push_back(
-          {cell.stored ? cell.stored->tensors : view.tensors(), cell.positions, sets[i], cell.evolving.get()});
+      changed.push_back({cell.stored ? cell.stored->tensors : view.tensors(), cell.positions, sets[i],
+                         cell.evolving.get(),
+                         cell.selection->reads.weights ? &cell.selection->reads.weights : nullptr});
   }
   if (changed.empty()) return {};
   Timed timed(Work::comparison);

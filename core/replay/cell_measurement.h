@@ -27,7 +27,7 @@ class CellMeasurement {
     Positions positions = Positions::original;
     std::vector<KeptSet> by_query = {};  // of the block under way, where sets change with time
 
-    bool is_general() const { return stored || evolving || positions == Positions::cache; }
+    bool is_general() const { return stored || evolving || positions == Positions::cache || selection->reads.weights; }
   };
 
   Measured prepared(const Job& job, const LayerView& view, const std::map<int, PairedLayer>& paired) const;

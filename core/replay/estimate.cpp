@@ -43,7 +43,7 @@ Shape shape_of(const Cell& cell, const LayerShape& largest, const Conditions& co
     shape.across_layers |= plan.allocate->from == CountsFrom::all_layers;
     shape.whole &= keeps_everything(plan, cell.budget, conditions.boundary);
     shape.own_memory |= plan.own_memory;
-    shape.general |= plan.store->moves_tokens || plan.store->changes_tokens();
+    shape.general |= plan.store->moves_tokens || plan.store->changes_tokens() || plan.schedule->weighs_tokens();
     shape.evolves |= static_cast<bool>(plan.store->evolve);
     shape.reads |= plan.schedule->decided() == Decision::never;
     shape.in_time |= plan.schedule->decided() == Decision::during_prefill;

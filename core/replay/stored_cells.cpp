@@ -54,7 +54,7 @@ LayerReads with_eval_sets(LayerReads reads, const LayerView& view) {
                        ? (*sets)[static_cast<std::size_t>(found - queries.begin())]
                        : at(query);
           },
-          reads.bytes};
+          reads.bytes, std::move(reads.weights)};
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ def test_profile(traces: Path, tmp_path: Path) -> None:
     lines = text[text.index("profile:") :].splitlines()
     assert "of peak" in lines[1]
     titles = {line.split("  ")[0] for line in lines[2:]}
-    assert {"observables", "comparisons of changed stores", "metrics", "writing results"} <= titles
+    assert {"observables", "comparisons of changed or weighted tokens", "metrics", "writing results"} <= titles
     assert lines[-1].startswith("layers: ")
 
     document = json.loads((tmp_path / "profile.json").read_text())

@@ -483,7 +483,7 @@ TEST_P(EveryPolicy, IsMeasuredWithWhatEachQuerySees) {
         const bool everything = !selection.differs_by_query() && selection.set == whole(selection.set);
         const bool moves = part.plan.store->moves_tokens && !everything;
         const StoredNumbers* stored = run.stored.contains({0, l}) ? &run.stored.at({0, l}) : nullptr;
-        EXPECT_EQ(run.compared_at.contains({0, l}), moves || stored != nullptr);
+        EXPECT_EQ(run.compared_at.contains({0, l}), moves || stored != nullptr || selection.reads.weights);
         const auto queries = conditions.eval_queries.size();
         const auto backend = tested_backend(1);
         const LayerView view(*backend, tensors,
@@ -500,7 +500,7 @@ TEST_P(EveryPolicy, IsMeasuredWithWhatEachQuerySees) {
           }
           for (int h = 0; h < tensors.q.heads; ++h) {
             const Naive expected = layer->lost(h, t, seen_in_slot_order(selection, tensors, h, t),
-                                               moves ? Positions::cache : Positions::original);
+                                               moves ? Positions::cache : Positions::original, selection.reads.weights);
             const Moments& moments = run.moments.at({0, l})[at(h, i, queries)];
             ASSERT_NEAR(moments.mass, expected.mass, 2e-6) << "layer " << l << ", head " << h << ", query " << t;
             if (run.compared_at.contains({0, l})) {

@@ -69,9 +69,12 @@ inline std::vector<int> seen_in_slot_order(const LayerSelection& selection, cons
   return seen;
 }
 
-inline std::vector<double> softmax(std::vector<double> logits, float softcap, double sink) {
+/// `log_weights` [logits] are added to the capped logits; empty: 0.
+inline std::vector<double> softmax(std::vector<double> logits, float softcap, double sink,
+                                   const std::vector<double>& log_weights = {}) {
   if (softcap > 0)
     for (double& z : logits) z = static_cast<double>(softcap) * std::tanh(z / static_cast<double>(softcap));
+  for (std::size_t i = 0; i < log_weights.size(); ++i) logits[i] += log_weights[i];
   const double highest = std::max(sink, *std::ranges::max_element(logits));
   double sum = std::exp(sink - highest);
   for (double& z : logits) {
@@ -101,12 +104,13 @@ class NaiveLayer {
     }
   }
 
-  /// Of query head h at query t, which sees `seen`, in the order of their slots.
-  Naive lost(int h, int t, const std::vector<int>& seen, Positions positions) const {
+  /// Of query head h at query t, which sees `seen`, in the order of their slots, with `weights` if there are any.
+  Naive lost(int h, int t, const std::vector<int>& seen, Positions positions, const LogWeights& weights = {}) const {
     const auto kv = static_cast<std::size_t>(h / tensors_.group());
     const std::vector<double>& query = queries_[static_cast<std::size_t>(h)][static_cast<std::size_t>(t)];
     const double scale = static_cast<double>(tensors_.softmax_scale);
-    std::vector<double> logits, kept_logits;
+    std::vector<double> logits, kept_logits, log_weights(static_cast<std::size_t>(t) + 1), kept_log_weights;
+    if (weights) weights(h, t, 0, log_weights);
     for (std::size_t j = 0; j <= static_cast<std::size_t>(t); ++j)
       logits.push_back(scale * product(query, keys_[kv][j]));
     const std::vector<double> full = softmax(logits, tensors_.logit_softcap, tensors_.sink(h));
@@ -117,8 +121,10 @@ class NaiveLayer {
       const int j = seen[static_cast<std::size_t>(slot)];
       const std::vector<double>& key = stored_keys_[kv][static_cast<std::size_t>(j)];
       kept_logits.push_back(scale * product(moved_query, moves ? turned(tensors_.rope, slot - j, key) : key));
+      kept_log_weights.push_back(log_weights[static_cast<std::size_t>(j)]);
     }
-    const std::vector<double> over_kept = softmax(kept_logits, tensors_.logit_softcap, tensors_.sink(h));
+    const std::vector<double> over_kept =
+        softmax(kept_logits, tensors_.logit_softcap, tensors_.sink(h), kept_log_weights);
 
     std::vector<double> kept(full.size()), difference(static_cast<std::size_t>(tensors_.v.dim));
     Naive found;

@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <map>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -50,7 +51,7 @@ struct RecordedRun : Sink {
   std::map<CellLayer, std::vector<Moments>> moments;         // [Hq, queries]: one block of queries in these tests
   std::map<int, std::vector<Moments>> full;                  // layer
   std::map<int, Matrix> eval_attention;                      // layer
-  std::map<CellLayer, std::vector<Comparison>> compared_at;  // [Hq, queries] of cells that move or change tokens
+  std::map<CellLayer, std::vector<Comparison>> compared_at;  // [Hq, queries] of cells that move, change or weigh tokens
   std::map<CellLayer, std::vector<Comparison>> general;      // [1] at one query and head of the others
   std::map<CellLayer, std::pair<int, int>> general_at;       // (query, head)
   std::map<CellLayer, Matrix> scores;                        // [H, P]
@@ -72,6 +73,19 @@ struct RecordedRun : Sink {
       std::map<int, KeptSet> sets;
       for (const std::int32_t t : view.eval_queries()) sets[t] = selection.reads.at(t);
       kept.reads.at = [sets](int query) { return sets.at(query); };
+    }
+    if (selection.reads.weights) {
+      std::map<std::pair<int, int>, std::vector<double>> log_weights;  // (query head, query): [T]
+      for (int h = 0; h < view.query_heads(); ++h)
+        for (const std::int32_t t : view.eval_queries()) {
+          std::vector<double>& of_query = log_weights[{h, t}];
+          of_query.resize(static_cast<std::size_t>(view.tensors().k.tokens));
+          selection.reads.weights(h, t, 0, of_query);
+        }
+      kept.reads.weights = [log_weights](int h, int t, int first, std::span<double> logits) {
+        for (std::size_t i = 0; i < logits.size(); ++i)
+          logits[i] += log_weights.at({h, t})[static_cast<std::size_t>(first) + i];
+      };
     }
     if (changed != nullptr) stored[{cell, view.layer()}] = {changed->keys, changed->values, changed->bytes};
   }

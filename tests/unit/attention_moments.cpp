@@ -675,6 +675,35 @@ TEST_P(CompareAttention, EachQueryReadsItsOwnValues) {
   }
 }
 
+TEST_P(CompareAttention, TokensHaveWeights) {
+  const auto& [shape, boundary, queries] = GetParam();
+  const RandomLayer layer(shape);
+  const auto weight = [](int head, int query, int key) { return 0.5 + uniform(chain(3, head, query, key)) * 40; };
+  const LogWeights log_weights = [&](int head, int query, int first, std::span<double> logits) {
+    for (std::size_t i = 0; i < logits.size(); ++i)
+      logits[i] += std::log(weight(head, query, first + static_cast<int>(i)));
+  };
+  const std::vector<KeptSet> one{random_set(Heads::kv, shape, boundary, 0.3, 7)},
+      many = one_a_query(Heads::query, GetParam(), 0.3, 8);
+  for (const KeptSets kept : {KeptSets(one), KeptSets(many)}) {
+    const LayerTensors tensors = layer.tensors();
+    const ChangedSet set{tensors, Positions::original, kept, nullptr, &log_weights};
+    const ComparedSet found =
+        tested_backend(2)->compare_sets(layer.tensors(), std::span(&set, 1), queries, boundary, false).front();
+    for (std::size_t cell = 0; cell < found.comparisons.size(); ++cell) {
+      const std::size_t query = cell % queries.size();
+      const int head = static_cast<int>(cell / queries.size());
+      SCOPED_TRACE(::testing::Message() << "head " << head << ", query " << queries[query]);
+      std::vector<double> weights;
+      for (int key = 0; key < shape.tokens; ++key) weights.push_back(weight(head, queries[query], key));
+      expect_near(found.comparisons[cell],
+                  reference_comparison(layer, layer, Positions::original, head, queries[query], boundary,
+                                       kept[kept.size() == 1 ? 0 : query], weights),
+                  1e-11);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Cases, CompareAttention,
     ::testing::Values(

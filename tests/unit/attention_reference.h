@@ -327,9 +327,11 @@ inline Moments reference_moments(const RandomLayer& layer, int head, int t, int 
   return moments;
 }
 
-/// The general comparison of one head and query; `positions` says where kept tokens stand.
+/// The general comparison of one head and query; `positions` says where kept tokens stand, `weights` [tokens] are those
+/// in the attention over them, 1 if empty.
 inline Comparison reference_comparison(const RandomLayer& layer, const RandomLayer& stored, Positions positions,
-                                       int head, int t, int boundary, const KeptSet& set) {
+                                       int head, int t, int boundary, const KeptSet& set,
+                                       std::span<const double> weights = {}) {
   const auto& shape = layer.shape();
   const int kv_head = head / layer.group();
   const std::vector<double> full_logits = layer.logits(head, t);
@@ -347,7 +349,9 @@ inline Comparison reference_comparison(const RandomLayer& layer, const RandomLay
         layer.rotated(stored.k.row(kv_head, resident[slot]), moves ? static_cast<int>(slot) - resident[slot] : 0);
     z[static_cast<std::size_t>(resident[slot])] = layer.logit(query, key);
   }
-  const std::vector<double> kept = softmax(z, layer.sink(head));
+  std::vector<double> weighted = z;
+  for (std::size_t key = 0; key < weights.size(); ++key) weighted[key] += std::log(weights[key]);
+  const std::vector<double> kept = softmax(weighted, layer.sink(head));
   const auto align = [](Alignment& alignment, double full, double other) {
     alignment.dot += full * other;
     alignment.full_square += full * full;

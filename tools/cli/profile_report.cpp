@@ -28,7 +28,7 @@ const char* title(Work work) {
     case Work::store:
       return "policies: changed stores";
     case Work::comparison:
-      return "comparisons of changed stores";
+      return "comparisons of changed or weighted tokens";
     case Work::moments:
       return "attention and outputs of kept sets";
     case Work::metric:

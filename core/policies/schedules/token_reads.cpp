@@ -10,13 +10,30 @@
 namespace kvreplay {
 namespace {
 
+/// What a query sees of the prompt: [first, sinks) and [local, end) are read without regard to scores, and tokens of
+/// [ranked, local) are selected by them.
+struct VisibleTokens {
+  VisibleTokens(const TokenReads& always, const LayerView& view, int query, int budget)
+      : first(view.tensors().first_visible(query)),
+        end(std::min(query + 1, view.prompt())),
+        sinks(std::min({first + budget, std::max(first, always.sinks), end})),
+        local(std::max({sinks, end - (budget - (sinks - first)), std::min(query + 1 - always.local, end)})),
+        ranked(std::clamp(always.first_ranked, sinks, local)) {}
+
+  int first, end, sinks, local, ranked;
+};
+
 class TokenReadSchedule final : public SparseReads {
  public:
-  TokenReadSchedule(const TokenReads& always, MakeTokenIndex make_index, ReadTokens read)
-      : always_(always), make_index_(std::move(make_index)), read_(std::move(read)) {}
+  TokenReadSchedule(const TokenReads& always, MakeTokenIndex make_index, ReadTokens read, MakeTokenWeights make_weights)
+      : always_(always),
+        make_index_(std::move(make_index)),
+        read_(std::move(read)),
+        make_weights_(std::move(make_weights)) {}
 
   bool has_budget() const override { return !read_; }
   ScoredUnit scored_unit() const override { return ScoredUnit::token; }
+  bool weighs_tokens() const override { return static_cast<bool>(make_weights_); }
 
   LayerReads reads(const LayerView& view, int budget) const override {
     TokenIndex index = make_index_(view);
@@ -24,18 +41,15 @@ class TokenReadSchedule final : public SparseReads {
     return {[always = always_, read = read_, index = std::move(index), &view, budget](int query) {
               return tokens_read(always, read, index, view, query, read ? view.prompt() : budget);
             },
-            bytes};
+            bytes, make_weights_ ? weights_of_selected(always_, make_weights_(view), view) : LogWeights{}};
   }
 
  private:
   static KeptSet tokens_read(const TokenReads& always, const ReadTokens& read, const TokenIndex& index,
                              const LayerView& view, int query, int budget) {
-    const int heads = view.query_heads(), prompt = view.prompt();
-    const int first = view.tensors().first_visible(query), end = std::min(query + 1, prompt);
-    const int sinks = std::min({first + budget, std::max(first, always.sinks), end});
-    const int local = std::max({sinks, end - (budget - (sinks - first)), std::min(query + 1 - always.local, end)});
-    const int best = budget - (sinks - first) - (end - local), ranked = std::clamp(always.first_ranked, sinks, local);
-    KeptSet all(Heads::query, heads, prompt);
+    const auto [first, end, sinks, local, ranked] = VisibleTokens(always, view, query, budget);
+    const int heads = view.query_heads(), best = budget - (sinks - first) - (end - local);
+    KeptSet all(Heads::query, heads, view.prompt());
     const Matrix scores = best > 0 && local > ranked ? index.scores(query, ranked, local) : Matrix(heads, 0);
     for (int head = 0; head < heads; ++head) {
       all.keep(head, first, sinks);
@@ -46,9 +60,21 @@ class TokenReadSchedule final : public SparseReads {
     return all;
   }
 
+  static LogWeights weights_of_selected(const TokenReads& always, LogWeights weights, const LayerView& view) {
+    return [always, weights = std::move(weights), &view](int head, int query, int first, std::span<double> logits) {
+      const VisibleTokens visible(always, view, query, view.prompt());
+      const int begin = std::max(first, visible.ranked);
+      const int end = std::min({first + static_cast<int>(logits.size()), visible.local, query});
+      if (begin < end)
+        weights(head, query, begin,
+                logits.subspan(static_cast<std::size_t>(begin - first), static_cast<std::size_t>(end - begin)));
+    };
+  }
+
   TokenReads always_;
   MakeTokenIndex make_index_;
   ReadTokens read_;
+  MakeTokenWeights make_weights_;
 };
 
 }  // namespace
@@ -60,11 +86,11 @@ void TokenReads::parameters(Parameters& p) {
 }
 
 SchedulePtr TokenReads::best_of(MakeTokenIndex index) const {
-  return std::make_shared<TokenReadSchedule>(*this, std::move(index), ReadTokens{});
+  return std::make_shared<TokenReadSchedule>(*this, std::move(index), ReadTokens{}, MakeTokenWeights{});
 }
 
-SchedulePtr TokenReads::selected_by(MakeTokenIndex index, ReadTokens read) const {
-  return std::make_shared<TokenReadSchedule>(*this, std::move(index), std::move(read));
+SchedulePtr TokenReads::selected_by(MakeTokenIndex index, ReadTokens read, MakeTokenWeights weights) const {
+  return std::make_shared<TokenReadSchedule>(*this, std::move(index), std::move(read), std::move(weights));
 }
 
 }  // namespace kvreplay

@@ -22,6 +22,10 @@ using MakeTokenIndex = std::function<TokenIndex(const LayerView&)>;
 /// Which of the tokens a query head reads, ascending, by their scores.
 using ReadTokens = std::function<std::vector<std::int32_t>(std::span<const double> scores)>;
 
+/// The weights of the tokens of a layer that are selected by scores, made once for the layer; `first` and the tokens
+/// behind it are some of these, without the query's own.
+using MakeTokenWeights = std::function<LogWeights(const LayerView&)>;
+
 /// The visible tokens of the prompt that are read without regard to scores: the first `sinks` tokens, and the last
 /// `local` tokens up to the query. A query reads
 ///   sinks' = min(sinks, B) of the first, local' = min(local, B - sinks') of the last,
@@ -34,8 +38,9 @@ struct TokenReads {
   void parameters(Parameters& p);
   /// Selects the best B - sinks' - local' tokens, of equal scores the earlier one.
   SchedulePtr best_of(MakeTokenIndex index) const;
-  /// Selects by `read`, and ignores the budget.
-  SchedulePtr selected_by(MakeTokenIndex index, ReadTokens read) const;
+  /// Selects by `read`, and ignores the budget. Without `weights` each token has the weight 1; sinks, local tokens, the
+  /// query's own and those after the prompt always have it.
+  SchedulePtr selected_by(MakeTokenIndex index, ReadTokens read, MakeTokenWeights weights = {}) const;
 };
 
 }  // namespace kvreplay
