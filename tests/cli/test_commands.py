@@ -22,9 +22,9 @@ from kvreplay.trace import Trace, TraceWriter
 POLICIES = set(
     "ada-kv cam cam-one-shot caote cap-kv chunkkv compactor critical-kv cur defensive-kv dms double-sparsity "
     "duo-attention dynamickv expected-attention finch full h2o h2o-online head-kv hybrid keydiff keyformer kivi "
-    "knorm kvcompose kvcrush kvzip lagkv lava leverage lfu local lru minicache nacl native observed-attention "
-    "oracle oracle-top-k oracle-top-p page-means pq pyramid-infer pyramid-kv q-filter quest r-kv random "
-    "random-twin sca scissorhands simlayerkv snapkv streaming-llm strided think tova tri-attention truncate "
+    "knorm kvcompose kvcrush kvzip lagkv lava leverage lfu local lru magic-pig minicache nacl native "
+    "observed-attention oracle oracle-top-k oracle-top-p page-means pq pyramid-infer pyramid-kv q-filter quest r-kv "
+    "random random-twin sca scissorhands simlayerkv snapkv streaming-llm strided think tova tri-attention truncate "
     "value-norm vase vatp".split()
 )
 # Output projections, a threshold, a table, passes that repeat the prompt, a policy.

@@ -90,6 +90,8 @@ inline std::vector<std::string> all_policies() {
            "page-means:page=5,least_pages=1,dense_layers=1",
            "double-sparsity:group_factor=4,label_bits=8,channels=q,share=kv-head",
            "double-sparsity:group_factor=2,label_bits=16,channels=k,sinks=1,dense_layers=1",
+           "magic-pig:bits=4,tables=6,sinks=1,local=2",
+           "magic-pig:bits=2,tables=5,collisions=2,sinks=0,local=0,seed=3,dense_layers=1",
            "pq:bits=3,init_offset=4,sinks=2,local=3,iterations=2",
            "pq:parts=3,bits=2,init_offset=0,sinks=0,local=0,seed=4,dense_layers=1",
            "tri-attention:recent=5,agg=mean",

@@ -351,7 +351,8 @@ AHEAD_POLICIES = [
     "double-sparsity:group_factor=2,label_bits=3,channels=q",
     "page-means:page=4,least_pages=2",
     "page-means:page=3,least_pages=1,dense_layers=1",
-    "lsh:bits=3,tables=4,sinks=2,local=3,seed=1",
+    "magic-pig:bits=3,tables=4,sinks=2,local=3,seed=1",
+    "magic-pig:bits=2,tables=5,collisions=2,sinks=0,local=0,dense_layers=1",
     "pq:init_offset=2,sinks=2,local=2",
     "pq:init_offset=0,sinks=0,local=0,bits=2,iterations=3,seed=4",
 ]

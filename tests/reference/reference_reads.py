@@ -1,5 +1,6 @@
 """Sparse reads beside `quest`: all tokens are kept, and each query of each query head reads some of the prompt. It also
-reads all later tokens up to itself, and itself. Rules: oracle top-k and top-p, double sparsity, page means, LSH, PQ."""
+reads all later tokens up to itself, and itself. Rules: oracle top-k and top-p, double sparsity, page means, MagicPIG,
+PQ."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "oracle-top-p": OPEN,
     "double-sparsity": OPEN | {"group_factor": "16", "label_bits": "4", "channels": "qk", "share": "query-head"},
     "page-means": {"page": "16", "least_pages": "3", "dense_layers": "0"},
-    "lsh": {"sinks": "128", "local": "128", "bits": "8", "tables": "75", "seed": "0", "dense_layers": "0"},
+    "magic-pig": {"sinks": "128", "local": "128", "bits": "8", "tables": "75", "collisions": "1"}
+    | {"seed": "0", "dense_layers": "0"},
     "pq": {"sinks": "128", "local": "128", "parts": "2", "bits": "6", "iterations": "10"}
     | {"init_offset": "128", "seed": "0", "dense_layers": "0"},
 }
@@ -204,13 +206,13 @@ def page_means(case: Case) -> Selection:
     return reading(case, rule, trace.kv_heads * n_pages * trace.dimension * trace.number_bytes * 8)
 
 
-# ----------------------------------------------------------------------------------------------------------------- lsh
+# ----------------------------------------------------------------------------------------------------------- magic-pig
 
 
-def lsh(case: Case) -> Selection:
-    """Tokens whose signature of random projections agrees with the query's in any table, with weights that undo their
+def magic_pig(case: Case) -> Selection:
+    """Tokens whose code of random projections is the query's in enough tables, with weights that undo their
     probability."""
-    trace, tables, bits = case.trace, case.number("tables"), case.number("bits")
+    trace, tables, bits, least = case.trace, *(case.number(name) for name in ("tables", "bits", "collisions"))
 
     @functools.cache
     def hashed(layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -225,11 +227,13 @@ def lsh(case: Case) -> Selection:
         """Of each prompt token [P]: whether the query retrieves it, and how probable that is."""
         means, lifted, normal = hashed(layer)
         keys, q = lifted[kv_head(trace, head)], q - means[kv_head(trace, head)]
-        q = np.append(q / (np.linalg.norm(q) + 1e-8), 0)
-        matches = ((keys @ normal.transpose(0, 2, 1) > 0) == (normal @ q > 0)[:, None, :]).all(axis=2).any(axis=0)
-        lengths = (np.linalg.norm(q) + 1e-8) * (np.linalg.norm(keys, axis=1) + 1e-8)
-        angle = np.arccos((keys @ q / lengths).clip(-1, 1))
-        return matches, 1 - (1 - (1 - angle / math.pi) ** bits) ** tables
+        q = np.append(q, 0)
+        equal = ((keys @ normal.transpose(0, 2, 1) > 0) == (normal @ q > 0)[:, None, :]).all(axis=2).sum(axis=0)
+        lengths = np.linalg.norm(q) * np.linalg.norm(keys, axis=1)
+        angle = np.arccos((keys @ q / np.where(lengths > 0, lengths, 1)).clip(-1, 1))
+        p = (1 - angle / math.pi) ** bits
+        fewer = sum(math.comb(tables, i) * p**i * (1 - p) ** (tables - i) for i in range(least))
+        return equal >= least, 1 - fewer
 
     def rule(layer: int) -> Rule:
         def chosen(head: int, q: np.ndarray, t: int) -> np.ndarray:
@@ -257,7 +261,7 @@ def lifted_keys(keys: np.ndarray) -> np.ndarray:
     the largest length of all heads; zeros if all keys are."""
     squares = (keys**2).sum(axis=-1, keepdims=True)
     largest = math.sqrt(squares.max()) or 1.0
-    return np.concatenate([keys, np.sqrt(np.maximum(0, largest**2 - squares))], axis=-1) / largest
+    return np.concatenate([keys, np.sqrt(squares.max() - squares)], axis=-1) / largest
 
 
 # ------------------------------------------------------------------------------------------------------------------ pq
@@ -318,4 +322,4 @@ POLICIES = {
     "page-means": page_means,
     "pq": pq,
 }
-WITHOUT_BUDGET = {"oracle-top-p": oracle_top_p, "lsh": lsh}
+WITHOUT_BUDGET = {"oracle-top-p": oracle_top_p, "magic-pig": magic_pig}

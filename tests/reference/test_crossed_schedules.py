@@ -173,7 +173,7 @@ SHORT = Setting(
         "oracle-top-p": "p=0.5,sinks=1,local=2,dense_layers=1",
         "double-sparsity": "group_factor=2,label_bits=3,sinks=1",
         "page-means": "page=4,least_pages=2",
-        "lsh": "sinks=2,local=2,bits=3,tables=2",
+        "magic-pig": "sinks=2,local=2,bits=3,tables=2",
         "pq": "sinks=2,local=3,init_offset=2,bits=3",
     },
 )

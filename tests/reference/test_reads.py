@@ -144,7 +144,7 @@ def test_means_of_pages() -> None:
     assert chosen(trace, policy, "2").stored_bytes(0) == 4 * (2 * 7 + 4)
 
 
-# ----------------------------------------------------------------------------------------------------------------- lsh
+# ----------------------------------------------------------------------------------------------------------- magic-pig
 
 
 def test_lifted_keys() -> None:
@@ -166,7 +166,7 @@ def test_tokens_of_equal_signatures() -> None:
         normal = np.array([[gaussian(4, 0, table * 2 + bit, i) for i in range(4)] for bit in range(2)])
         for token in range(8):
             expected |= {token} if ((normal @ lifted[token] > 0) == (normal[:, :3] @ q > 0)).all() else set()
-    policy = "lsh:bits=2,tables=3,seed=4,sinks=0,local=0"
+    policy = "magic-pig:bits=2,tables=3,seed=4,sinks=0,local=0"
     assert 0 < len(expected) < 8
     assert tokens(trace, policy, "1", 8) == sorted(expected | {8})
     weights = chosen(trace, policy, "1").weight(0, np.array([8]))[0, 0]
@@ -179,10 +179,12 @@ def test_tokens_of_equal_signatures() -> None:
     assert chosen(trace, policy, "1").stored_bytes(0) == 2 * 8 * 3 * 4 + 8 * 3 * 2 / 8
 
 
-def test_chances_of_signatures() -> None:
+@pytest.mark.parametrize("parameters", ["tables=2", "tables=6,collisions=2", "tables=9,collisions=3"])
+def test_chances_of_signatures(parameters: str) -> None:
     """The share of seeds with which a token is read is its probability, whose inverse is its weight."""
-    policy, queries = "lsh:bits=2,tables=2,sinks=0,local=0,seed={}", np.array([14])
-    selections = [chosen(FIXTURE, policy.format(seed), "4") for seed in range(400)]
+    queries = np.array([14])
+    policies = [f"magic-pig:bits=2,sinks=0,local=0,{parameters},seed={seed}" for seed in range(400)]
+    selections = [chosen(FIXTURE, policy, "4") for policy in policies]
     read = np.mean([one.read(1, queries)[2, 0, :12] for one in selections], axis=0)
     np.testing.assert_allclose(read, 1 / selections[0].weight(1, queries)[2, 0, :12], atol=0.1)
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <span>
@@ -124,6 +125,67 @@ TEST_F(SparseReadsOf, ProductQuantisedKeysAreExactWithACentreForEach) {
       << "two parts: codes and centres";
   EXPECT_EQ(reads_of("pq:bits=3,init_offset=2", 3).bytes, 2 * (6 * 3 / 8.0 + 6 * 1 * 4));
   EXPECT_THROW(reads_of("pq:parts=3", 3), Error);
+}
+
+TEST_F(SparseReadsOf, MagicPigReadsTokensWithTheCodeOfTheQueryInEnoughTables) {
+  // The mean key is (10/8, 9/8), and the longest of the differences is (-1.25, 2.875) of token 4.
+  const std::array<std::array<double, 2>, prompt> centred{{{2.75, -1.125},
+                                                           {-1.25, 1.875},
+                                                           {-0.25, -0.125},
+                                                           {0.75, -1.125},
+                                                           {-1.25, 2.875},
+                                                           {0.75, -1.125},
+                                                           {-1.25, -0.125},
+                                                           {-0.25, -1.125}}};
+  const double longest_square = 1.25 * 1.25 + 2.875 * 2.875;
+  const std::array<std::array<double, 2>, 2> queries{{{-0.25, -1.125}, {-1.25, -0.125}}};
+  const auto sign = [](int projection, double x, double y, double z) {
+    const auto normal = [&](int c) { return gaussian(chain(5, 0, projection, c, 0), chain(5, 0, projection, c, 1)); };
+    return normal(0) * x + normal(1) * y + normal(2) * z > 0;
+  };
+  for (const int collisions : {1, 2}) {
+    Sets expected(2);
+    for (int head = 0; head < 2; ++head)
+      for (int token = 1; token < prompt; ++token) {
+        const auto [x, y] = centred[static_cast<std::size_t>(token)];
+        const auto [q_x, q_y] = queries[static_cast<std::size_t>(head)];
+        const double z = std::sqrt(longest_square - x * x - y * y);
+        int equal = 0;
+        for (int table = 0; table < 4; ++table)
+          equal += sign(2 * table, x, y, z) == sign(2 * table, q_x, q_y, 0) &&
+                   sign(2 * table + 1, x, y, z) == sign(2 * table + 1, q_x, q_y, 0);
+        if (equal >= collisions) expected[static_cast<std::size_t>(head)].push_back(token);
+      }
+    for (Positions& of_head : expected) of_head.insert(of_head.begin(), 0);
+    const std::string policy = "magic-pig:tables=4,bits=2,seed=5,sinks=1,local=0,collisions=";
+    EXPECT_EQ(read(policy + std::to_string(collisions), 1, 9), expected);
+    EXPECT_EQ(reads_of(policy + std::to_string(collisions), 1).bytes, 8 * 4 * 2 / 8.0);
+    EXPECT_LT(expected[0].size() + expected[1].size(), 2U * prompt);
+  }
+  EXPECT_THROW(reads_of("magic-pig:tables=4,collisions=5", 1), Error);
+}
+
+TEST_F(SparseReadsOf, MagicPigWeighsSampledTokensByTheInverseOfTheirProbability) {
+  // Query 9 of the second head minus the mean key is (-1.25, -0.125), and the difference of token 1 is (-1.25, 1.875):
+  // a product of 1.328 of lengths 1.256 and 3.135, and an angle of 1.2268.
+  const auto weights = [&](const std::string& parameters, int query) {
+    std::vector<double> logits(prompt + later);
+    reads_of("magic-pig:tables=2,bits=3,sinks=1," + parameters, 1).weights(1, query, 0, logits);
+    for (double& w : logits) w = std::exp(w);
+    return logits;
+  };
+  const double p = std::pow(1 - 1.2268 / 3.14159265, 3);
+  EXPECT_NEAR(weights("local=0", 9)[1], 1 / (p * p + 2 * p * (1 - p)), 1e-3);
+  EXPECT_NEAR(weights("local=0,collisions=2", 9)[1], 1 / (p * p), 1e-2);
+  for (const int token : {0, 8, 9}) EXPECT_EQ(weights("local=0", 9)[static_cast<std::size_t>(token)], 1) << token;
+  for (const int token : {0, 6, 7}) EXPECT_EQ(weights("local=4", 9)[static_cast<std::size_t>(token)], 1) << token;
+  EXPECT_GT(weights("local=4", 9)[5], 1);
+  EXPECT_GT(weights("local=0", 4)[3], 1);
+  EXPECT_EQ(weights("local=0", 4)[4], 1) << "the query's own token";
+  std::vector<double> unread(prompt, -HUGE_VAL);
+  reads_of("magic-pig:sinks=0", 1).weights(0, 9, 0, unread);
+  for (const double logit : unread) EXPECT_EQ(logit, -HUGE_VAL);
+  EXPECT_FALSE(reads_of("oracle-top-p", 1).weights);
 }
 
 TEST_F(SparseReadsOf, DenseLayersReadEverything) {

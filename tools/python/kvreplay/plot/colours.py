@@ -29,7 +29,7 @@ POLICIES = (
     ("finch", "cur", "pyramid-infer", "hybrid", "keyformer", "double-sparsity"),
     ("sca", "observed-attention", "duo-attention", "strided", "critical-kv", "kvzip"),
     ("knorm", "h2o-online", "defensive-kv", "cam-one-shot", "lru", "pq", "kvcompose"),
-    ("tova", "leverage", "simlayerkv", "think", "lfu"),
+    ("tova", "leverage", "simlayerkv", "think", "lfu", "magic-pig"),
     ("pyramid-kv", "vatp", "q-filter", "minicache", "native"),
     ("streaming-llm", "scissorhands", "value-norm", "nacl", "dms", "cam"),
     ("dynamickv", "caote", "truncate", "quest", "cap-kv", "tri-attention"),
