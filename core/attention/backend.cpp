@@ -13,6 +13,21 @@ std::vector<Comparison> Backend::compare_attention(const LayerTensors& layer, co
   return std::move(compared.front().comparisons);
 }
 
+std::vector<Matrix> Backend::attention_rows(const LayerTensors& layer, const AttentionRows& what) {
+  std::vector<Matrix> all;
+  for (const std::int32_t query : what.queries) {
+    std::vector<std::int32_t> resident;
+    for (std::size_t i = 0; i < what.tokens.size(); ++i)
+      if (what.tokens[i] <= query && (what.evicted_at[i] < 0 || what.evicted_at[i] >= query))
+        resident.push_back(what.tokens[i]);
+    all.push_back(attention_sums(layer, {.queries = std::span(&query, 1),
+                                         .resident = resident,
+                                         .resident_rows = what.rows,
+                                         .positions = what.positions}));
+  }
+  return all;
+}
+
 Registry<BackendCard>& backends() {
   static Registry<BackendCard> registry("backend");
   return registry;

@@ -43,6 +43,18 @@ struct AttentionSums {
   double above_uniform = 0.0;
 };
 
+/// Attention of queries one by one, each over the tokens that are resident when it attends: those up to its position
+/// that no earlier query evicts. At each query all rows see the same number of tokens.
+struct AttentionRows {
+  std::span<const std::int32_t> queries;     // positions, ascending, stored in the trace
+  std::span<const std::int32_t> tokens;      // [rows, n] ascending positions: all that are resident to some query
+  std::span<const std::int32_t> evicted_at;  // [rows, n] the query after which each is evicted, -1 never
+  int rows = 1;                              // one for all KV heads, or one for each
+  Positions positions = Positions::original;
+
+  int columns() const { return static_cast<int>(tokens.size()) / rows; }
+};
+
 /// Kept keys as the eval queries see them: one set for all queries, or one for each (what is resident changes with
 /// time). A set covers [0, tokens()), at least up to the boundary; keys from there on are all visible, and so is t
 /// itself.
@@ -228,6 +240,9 @@ class Backend {
 
   /// [Hq, columns], or [Hq, n] over a resident list of n.
   virtual Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) = 0;
+
+  /// One [Hq, n] for each query: attention_sums() of that query over the tokens that are resident to it.
+  virtual std::vector<Matrix> attention_rows(const LayerTensors& layer, const AttentionRows& what);
 
   /// Moments of every kept set at every query (positions, ascending, stored).
   virtual KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,

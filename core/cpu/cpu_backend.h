@@ -25,6 +25,7 @@ class CpuBackend final : public Backend {
   std::string description() const override;
   int threads() const override { return threads_; }
   Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override;
+  std::vector<Matrix> attention_rows(const LayerTensors& layer, const AttentionRows& what) override;
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                            std::span<const KeptSets> kept, MomentParts parts) override;
   std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,

@@ -36,6 +36,15 @@ class SoftmaxBlock {
     return attempt(keys_of);
   }
 
+  /// out[row, key] = logits of all keys of the tiles [0, end_tile()), in place of compute(), where all rows begin with
+  /// the first one; `stride` numbers a row.
+  template <class KeysOf>
+  void write_logits(KeysOf keys_of, std::size_t stride, float* out) {
+    for (int tile = 0; tile < end_tile_; ++tile)
+      form_->logits(block_, keys_of(tile), static_cast<std::ptrdiff_t>(stride),
+                    out + static_cast<std::ptrdiff_t>(tile) * kernels_.keys);
+  }
+
   const TileBlock& tiles() const { return block_; }
   int first_tile() const { return block_.first_tile; }
   int end_tile() const { return end_tile_; }
@@ -61,8 +70,6 @@ class SoftmaxBlock {
   void pack_queries(const LayerTensors& layer, std::span<const BlockRow> rows);
   void begin_sums();
   bool all_sums_finite() const;
-
-  static constexpr int tiles_between_folds = 32;
 
   const TileKernels& kernels_;
   const TileForm* form_ = nullptr;

@@ -16,7 +16,7 @@ struct ThreadScratch {
   SoftmaxBlock block;
   MomentBlock moments;
   std::vector<BlockRow> rows;
-  AlignedBuffer<float> staging, keys, values, factors;
+  AlignedBuffer<float> staging, keys, values, factors, logits, resident_logits, exponentials;
   AlignedBuffer<double> sums, wide_rows, wide_keys, wide_products;
 };
 

@@ -139,22 +139,38 @@ HWY_INLINE void tile_logits(const TileBlock& block, const float* keys, int panel
   }
 }
 
-HWY_INLINE hn::Mask<Floats> visible(const TileBlock& block, int row, int key) {
+HWY_INLINE hn::Mask<Floats> visible(int first, int end, int key) {
   // Iota of a number that is not constant is stored lane by lane, and a vector loaded from there would wait for it.
   const auto number = hn::Add(hn::Iota(Integers(), 0), splat(key));
-  const auto begun = hn::Gt(number, splat(block.first[row] - 1));
-  return hn::RebindMask(Floats(), hn::And(begun, hn::Lt(number, splat(block.end[row]))));
+  const auto begun = hn::Gt(number, splat(first - 1));
+  return hn::RebindMask(Floats(), hn::And(begun, hn::Lt(number, splat(end))));
 }
 
-/// ceil of the largest x that the row sees; -infinity where it sees none.
-HWY_INLINE float row_reference(const TileBlock& block, int row, int first_key, const float* x) {
+/// ceil of the largest x of the keys [first, end) in a tile; -infinity where there is none.
+HWY_INLINE float row_reference(int first, int end, int first_key, const float* x) {
   const Floats floats;
   Vector highest = splat(-HUGE_VALF);
   for (int v = 0; v < tile_columns; v += lanes) {
-    const Vector seen = hn::IfThenElse(visible(block, row, first_key + v), hn::Load(floats, x + v), highest);
+    const Vector seen = hn::IfThenElse(visible(first, end, first_key + v), hn::Load(floats, x + v), highest);
     highest = hn::Max(highest, seen);
   }
   return std::ceil(hn::GetLane(hn::MaxOfLanes(floats, highest)));
+}
+
+/// p of one row of a tile, 0 beyond the keys [first, end); their sum goes to the lanes.
+HWY_INLINE void masked_row(int first, int end, int first_key, float reference, const float* x, float* p,
+                           float* lane_sums, Vector& highest) {
+  const Floats floats;
+  Vector sum = hn::Zero(floats);
+  for (int v = 0; v < tile_columns; v += lanes) {
+    const auto seen = visible(first, end, first_key + v);
+    Vector exponent;
+    const Vector powers = hn::IfThenElseZero(seen, exponential(hn::Load(floats, x + v), splat(reference), exponent));
+    highest = hn::Max(highest, hn::IfThenElse(seen, exponent, highest));
+    hn::Store(powers, floats, p + v);
+    sum = hn::Add(sum, powers);
+  }
+  add_to_lanes(sum, lane_sums);
 }
 
 void settle(const TileBlock& block, int panel) {
@@ -176,21 +192,15 @@ HWY_NOINLINE bool masked_exponentials(const TileBlock& block, const float* keys,
   Vector highest = splat(0.0F);
   for (int r = 0; r < height; ++r) {
     const int row = panel * tile_rows + r;
-    if (block.reference[row] == -HUGE_VALF)
-      block.reference[row] = row_reference(block, row, first_key, x + r * tile_columns);
-    const Vector reference = splat(block.reference[row]);
-    Vector sum = hn::Zero(floats);
-    for (int v = r * tile_columns; v < (r + 1) * tile_columns; v += lanes) {
-      const auto seen = visible(block, row, first_key + v - r * tile_columns);
-      const Vector logits = hn::Load(floats, x + v);
-      Vector exponent;
-      const Vector p = hn::IfThenElseZero(seen, exponential(logits, reference, exponent));
-      highest = hn::Max(highest, hn::IfThenElse(seen, exponent, highest));
-      hn::Store(p, floats, block.exponentials + piece + v);
-      sum = hn::Add(sum, p);
-      if (block.logits != nullptr) hn::Store(hn::IfThenElseZero(seen, logits), floats, block.logits + piece + v);
-    }
-    add_to_lanes(sum, lane_sums + r * tile_columns);
+    const int first = block.first[row], end = block.end[row];
+    const int begin = r * tile_columns;
+    if (block.reference[row] == -HUGE_VALF) block.reference[row] = row_reference(first, end, first_key, x + begin);
+    masked_row(first, end, first_key, block.reference[row], x + begin, block.exponentials + piece + begin,
+               lane_sums + begin, highest);
+    if (block.logits == nullptr) continue;
+    for (int v = 0; v < tile_columns; v += lanes)
+      hn::Store(hn::IfThenElseZero(visible(first, end, first_key + v), hn::Load(floats, x + begin + v)), floats,
+                block.logits + piece + begin + v);
   }
   if (!block.settled[panel]) settle(block, panel);
   return !above_headroom(highest);
@@ -226,23 +236,74 @@ void raise_references(const TileBlock& block, const float* keys, int tile) {
     tile_logits<Form, tile_rows>(block, keys, panel, x);
     for (int r = 0; r < tile_rows; ++r) {
       const int row = panel * tile_rows + r;
-      const float highest = row_reference(block, row, tile * tile_columns, x + r * tile_columns);
+      const float highest = row_reference(block.first[row], block.end[row], tile * tile_columns, x + r * tile_columns);
       if (!(highest <= block.reference[row])) block.reference[row] = highest;
     }
     settle(block, panel);
   }
 }
 
-void fold_row_sums(const TileBlock& block) {
-  for (int row = 0; row < block.panels * tile_rows; ++row) {
-    float* lane_sums = block.lane_sums + static_cast<std::ptrdiff_t>(row) * tile_columns;
-    double sum = 0.0;
-    for (int lane = 0; lane < lanes; ++lane) {
-      sum += static_cast<double>(lane_sums[lane]);
-      lane_sums[lane] = 0.0F;
+template <class Form>
+void logits(const TileBlock& block, const float* keys, std::ptrdiff_t stride, float* out) {
+  HWY_ALIGN float x[tile_size];
+  for (int panel = 0; panel < block.panels; ++panel) {
+    tile_logits<Form, tile_rows>(block, keys, panel, x);
+    const int rows = std::min(tile_rows, block.rows - panel * tile_rows);
+    for (int r = 0; r < rows; ++r) {
+      float* row = out + (panel * tile_rows + r) * stride;
+      for (int v = 0; v < tile_columns; v += lanes)
+        hn::Store(hn::Load(Floats(), x + r * tile_columns + v), Floats(), row + v);
     }
-    block.row_sums[row] += sum;
   }
+}
+
+/// Σ over the lanes, which begin again.
+HWY_INLINE double folded(float* lane_sums) {
+  double sum = 0.0;
+  for (int lane = 0; lane < lanes; ++lane) {
+    sum += static_cast<double>(lane_sums[lane]);
+    lane_sums[lane] = 0.0F;
+  }
+  return sum;
+}
+
+void fold_row_sums(const TileBlock& block) {
+  for (int row = 0; row < block.panels * tile_rows; ++row)
+    block.row_sums[row] += folded(block.lane_sums + static_cast<std::ptrdiff_t>(row) * tile_columns);
+}
+
+bool row_exponentials(LogitRow& row) {
+  HWY_ALIGN float lane_sums[lanes] = {};
+  row.sum = 0.0;
+  for (int tile = row.first / tile_columns; tile * tile_columns < row.end; ++tile) {
+    const int begin = tile * tile_columns;
+    if (row.reference == -HUGE_VALF) row.reference = row_reference(row.first, row.end, begin, row.logits + begin);
+    Vector highest = splat(0.0F);
+    masked_row(row.first, row.end, begin, row.reference, row.logits + begin, row.exponentials + begin, lane_sums,
+               highest);
+    if (above_headroom(highest)) return false;
+    if (tile % tiles_between_folds == tiles_between_folds - 1) row.sum += folded(lane_sums);
+  }
+  row.sum += folded(lane_sums);
+  return true;
+}
+
+void raise_row_reference(LogitRow& row) {
+  for (int tile = row.first / tile_columns; tile * tile_columns < row.end; ++tile) {
+    const float highest = row_reference(row.first, row.end, tile * tile_columns, row.logits + tile * tile_columns);
+    if (!(highest <= row.reference)) row.reference = highest;
+  }
+}
+
+void row_shares(const LogitRow& row, float factor, double* out) {
+  const Doubles doubles;
+  const HalfFloats floats;
+  int key = row.first;
+  for (; key + wide_lanes <= row.end; key += wide_lanes) {
+    const auto share = hn::Mul(hn::Set(floats, factor), hn::LoadU(floats, row.exponentials + key));
+    hn::StoreU(hn::PromoteTo(doubles, share), doubles, out + key);
+  }
+  for (; key < row.end; ++key) out[key] = static_cast<double>(factor * row.exponentials[key]);
 }
 
 void add_columns(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns) {
@@ -462,7 +523,8 @@ const TileKernels& kernels() {
   static const TileForm bfloat16{.numbers_a_cell = Bfloat16::numbers_a_cell,
                                  .pack = pack_bfloat16,
                                  .exponentials = exponentials<Bfloat16>,
-                                 .raise_references = raise_references<Bfloat16>};
+                                 .raise_references = raise_references<Bfloat16>,
+                                 .logits = logits<Bfloat16>};
   constexpr const TileForm* bfloat16_form = &bfloat16;
 #else
   constexpr const TileForm* bfloat16_form = nullptr;
@@ -474,10 +536,14 @@ const TileKernels& kernels() {
       .float32 = {.numbers_a_cell = Float32::numbers_a_cell,
                   .pack = pack_float32,
                   .exponentials = exponentials<Float32>,
-                  .raise_references = raise_references<Float32>},
+                  .raise_references = raise_references<Float32>,
+                  .logits = logits<Float32>},
       .bfloat16 = bfloat16_form,
       .widen = widen,
       .wide_pack = wide_pack,
+      .row_exponentials = row_exponentials,
+      .raise_row_reference = raise_row_reference,
+      .row_shares = row_shares,
       .fold_row_sums = fold_row_sums,
       .add_columns = add_columns,
       .wide_products = wide_products,

@@ -11,6 +11,7 @@
 // count as 0 in it.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -52,6 +53,20 @@ struct TileBlock {
   float* logits = nullptr;        // the same of x, 0 where not visible; null: not wanted
 };
 
+/// The logits x of one row, side by side in whole tiles, and its exponentials with them. Both are the caller's, 64-byte
+/// aligned.
+struct LogitRow {
+  const float* logits = nullptr;
+  float* exponentials = nullptr;  // of tiles that the row does not see they are left as they are
+  int first = 0;                  // sees the keys [first, end)
+  int end = 0;
+  float reference = -HUGE_VALF;  // R, -infinity until the row has seen a key
+  double sum = 0.0;              // Σ p
+};
+
+// Sums of so many tiles are added in float32 before they are folded.
+inline constexpr int tiles_between_folds = 32;
+
 /// The kernels that depend on what a cell is.
 struct TileForm {
   int numbers_a_cell;
@@ -65,6 +80,8 @@ struct TileForm {
   bool (*exponentials)(const TileBlock& block, const float* keys, int tile);
   /// reference = max(reference, ceil(largest visible x of this tile)).
   void (*raise_references)(const TileBlock& block, const float* keys, int tile);
+  /// out[row, key] = logits of one tile, visible or not; rows are `stride` numbers apart.
+  void (*logits)(const TileBlock& block, const float* keys, std::ptrdiff_t stride, float* out);
 };
 
 struct TileKernels {
@@ -78,6 +95,13 @@ struct TileKernels {
   void (*widen)(const std::byte* source, DType type, int count, float* out);
   /// out[c, r] = vectors[r, c], r < width; rows from `count` on are zeros.
   void (*wide_pack)(const double* vectors, int count, int dim, int width, double* out);
+
+  /// What exponentials() and raise_references() of a block do with a row of these logits, tile by tile, with the same
+  /// bits.
+  bool (*row_exponentials)(LogitRow& row);
+  void (*raise_row_reference)(LogitRow& row);
+  /// out[key] = factor * p[key] for the keys that the row sees.
+  void (*row_shares)(const LogitRow& row, float factor, double* out);
 
   /// row_sums += lane_sums, which begin again.
   void (*fold_row_sums)(const TileBlock& block);

@@ -128,6 +128,12 @@ Matrix LayerView::attention(std::span<const std::int32_t> queries, std::span<con
   return backend_.attention_sums(tensors_, what);
 }
 
+std::vector<Matrix> LayerView::attention_rows(const AttentionRows& what) const {
+  Timed timed(Work::observable, "attention_rows");
+  timed.counts([&] { return visible_pairs(tensors_, what.queries, what.columns()) * tensors_.q.dim; });
+  return placed([&] { return backend_.attention_rows(tensors_, what); });
+}
+
 bool LayerView::is_resident(std::int32_t position) const {
   for (int row = 0; row < residents_.rows; ++row) {
     const std::span<const std::int32_t> list = positions(row).numbers();

@@ -123,6 +123,8 @@ class LayerView {
   /// the uniform share of the keys that they see (t + 1, fewer under a sliding window or with evicted tokens).
   Matrix attention(std::span<const std::int32_t> queries, std::span<const double> weights = {},
                    double above_uniform = 0) const;
+  /// [Hq, n] of each query, over the tokens that are resident to it, whatever this view holds.
+  std::vector<Matrix> attention_rows(const AttentionRows& what) const;
   /// [Hq, n + queries.size()]: Σ over the queries at positions `queries`, none of them resident, with weights, of their
   /// attention over what is resident and, after it, over themselves.
   Matrix attention_of(std::span<const std::int32_t> queries, std::span<const double> weights) const;
