@@ -83,7 +83,7 @@ class SimilarLayer final : public MergingLayer {
     std::vector<double> sum;
     for (auto next = merges.begin(); next != merges.end();) {
       const std::int32_t target = next->target;
-      const std::span<double> kept = values.of(target);
+      const std::span<double> kept = values.sum_of(target);
       const double length = std::sqrt(square_of(kept));
       sum.assign(kept.begin(), kept.end());
       double weights = 1;
@@ -95,7 +95,6 @@ class SimilarLayer final : public MergingLayer {
         for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += weight * evicted[c];
       }
       std::ranges::transform(sum, kept.begin(), [weights](double number) { return number / weights; });
-      values.round(target);
     }
   }
 

@@ -1,7 +1,6 @@
 #include "policies/stores/merged_values.h"
 
 #include <algorithm>
-#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
@@ -39,108 +38,203 @@ struct Merge {
   double share = 0;
 };
 
-/// Attention over the resident tokens, from one eviction to the next.
-class ResidentAttention {
- public:
-  ResidentAttention(const LayerView& view, Attention attention, Positions positions)
-      : view_(view), attention_(attention), positions_(positions) {}
+// Queries whose attention is computed at once, up to this position behind the first of them and into so many bytes:
+// they see the tokens between them beside those that are resident to the first.
+constexpr std::int32_t steps_at_once = 64;
+constexpr std::size_t attention_bytes = std::size_t{32} << 20;
 
-  /// [Hkv, n] by the tokens that query `step` sees, [rows, n]; all rows see the same number of tokens.
-  Matrix at(std::int32_t step, std::span<const std::vector<std::int32_t>> seen) {
-    const bool is_whole_prompt = queries_ == 0 && step == view_.prompt() - 1;
-    Residents residents{.positions = {},
-                        .rows = static_cast<int>(seen.size()),
-                        .seen = step + 1,
-                        .added = step + 1 - queries_,
-                        .place = positions_,
-                        .attention_before = std::move(received_)};
-    for (const std::vector<std::int32_t>& row : seen)
-      residents.positions.insert(residents.positions.end(), row.begin(), row.end());
-    const LayerView some(view_, std::move(residents));
-    const LayerView& now = is_whole_prompt ? view_ : some;
-    queries_ = step + 1;
-    received_ = attention_ == Attention::current ? now.attention(std::span(&step, 1)) : now.cumulative_attention();
-    return Grouping{}(received_, view_.group());
+/// Removes the elements of these numbers, ascending.
+template <class T>
+void erase_numbers(std::vector<T>& elements, std::span<const std::size_t> numbers) {
+  if (numbers.empty()) return;
+  const auto at = [&](std::size_t number) { return elements.begin() + static_cast<std::ptrdiff_t>(number); };
+  auto end = at(numbers.front());
+  for (std::size_t i = 0; i < numbers.size(); ++i)
+    end = std::move(at(numbers[i] + 1), i + 1 < numbers.size() ? at(numbers[i + 1]) : elements.end(), end);
+  elements.erase(end, elements.end());
+}
+
+/// The tokens of a KV head that are resident as its queries come, and the attention to them.
+class ResidentTokens {
+ public:
+  ResidentTokens(Attention attention, int group) : attention_(attention), rows_(static_cast<std::size_t>(group)) {
+    if (attention == Attention::cumulative) sums_.resize(rows_.size());
   }
 
-  /// Drops the columns of evicted tokens: `remaining` are the numbers of the others, the same number in each row.
-  void evict(std::span<const std::vector<int>> remaining) {
-    Matrix kept(received_.rows(), static_cast<int>(remaining.front().size()));
-    for (int head = 0; head < kept.rows(); ++head) {
-      const std::vector<int>& columns =
-          remaining[remaining.size() == 1 ? 0 : static_cast<std::size_t>(head / view_.group())];
-      for (int i = 0; i < kept.columns(); ++i) kept(head, i) = received_(head, columns[static_cast<std::size_t>(i)]);
+  const std::vector<std::int32_t>& numbers() const { return numbers_; }
+  void append(std::int32_t first, std::int32_t last) {
+    for (std::int32_t token = first; token <= last; ++token) numbers_.push_back(token);
+  }
+  /// Attention of the query heads from `first_head` on, of queries that have come since the last eviction. It must
+  /// outlive the calls of attention().
+  void attend(const Matrix& attention, int first_head) {
+    for (std::size_t head = 0; head < rows_.size(); ++head) {
+      const std::span<const double> row = attention.row(first_head + static_cast<int>(head));
+      rows_[head] = attention_ == Attention::current ? row : added(row, sums_[head]);
     }
-    received_ = attention_ == Attention::current ? Matrix() : std::move(kept);
+  }
+  /// Mean over the query heads.
+  double attention(std::size_t number) const {
+    double sum = rows_.front()[number];
+    for (std::size_t head = 1; head < rows_.size(); ++head) sum += rows_[head][number];
+    return sum / static_cast<double>(rows_.size());
+  }
+  void evict(std::span<const std::size_t> numbers) {
+    erase_numbers(numbers_, numbers);
+    for (std::vector<double>& sums : sums_) erase_numbers(sums, numbers);
   }
 
  private:
-  const LayerView& view_;
+  /// Adds a row to sums over its first tokens.
+  static std::span<const double> added(std::span<const double> row, std::vector<double>& sums) {
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += row[i];
+    sums.insert(sums.end(), row.begin() + static_cast<std::ptrdiff_t>(sums.size()), row.end());
+    return sums;
+  }
+
   Attention attention_;
-  Positions positions_;
-  int queries_ = 0;  // that have attended
-  Matrix received_;  // [Hq, n]
+  std::vector<std::int32_t> numbers_;          // ascending
+  std::vector<std::vector<double>> sums_;      // [group, tokens] of cumulative attention
+  std::vector<std::span<const double>> rows_;  // [group] what the query, or all queries, have paid
 };
 
 class MergedLayer final : public MergingLayer {
  public:
   MergedLayer(const MergedValues& part, const LayerView& view, const LayerSelection& selection, Positions positions)
-      : MergingLayer(view, selection), part_(part), merges_(static_cast<std::size_t>(view.kv_heads())) {
-    find_merges(positions);
+      : MergingLayer(view, selection),
+        part_(part),
+        positions_(positions),
+        resident_(static_cast<std::size_t>(view.kv_heads()), ResidentTokens(part.attention, view.group())),
+        merges_(static_cast<std::size_t>(view.kv_heads())) {
+    for (int row = 0; row < rows(); ++row) evictions_.push_back(evictions_of(row));
+    find_merges();
+    resident_.clear();
+    evictions_.clear();
   }
 
  private:
-  void find_merges(Positions positions) {
-    ResidentAttention attention(view(), part_.attention, positions);
-    std::vector<std::vector<std::int32_t>> resident(static_cast<std::size_t>(rows()));
-    std::int32_t first = 0;
-    for (const std::int32_t step : steps()) {
-      for (std::vector<std::int32_t>& row : resident)
-        for (std::int32_t j = first; j <= step; ++j) row.push_back(j);
-      first = step + 1;
-      const Matrix of_heads = attention.at(step, resident);
-      for (int head = 0; head < view().kv_heads(); ++head)
-        add_merges(step, head, resident[static_cast<std::size_t>(row_of(head))], of_heads.row(head));
-      if (step != steps().back()) evict(step, resident, attention);
+  /// Tokens that a row evicts, by the step, ascending.
+  std::vector<std::int32_t> evictions_of(int row) const {
+    const std::span<const std::int32_t> steps = evicted_at(row);
+    std::vector<std::int32_t> tokens;
+    for (std::size_t j = 0; j < steps.size(); ++j)
+      if (steps[j] >= 0) tokens.push_back(static_cast<std::int32_t>(j));
+    std::ranges::stable_sort(tokens, {}, [&](std::int32_t token) { return steps[static_cast<std::size_t>(token)]; });
+    return tokens;
+  }
+
+  void find_merges() {
+    std::int32_t first = 0;  // query since the last eviction
+    for (std::span<const std::int32_t> left = steps(); !left.empty();) {
+      const std::span<const std::int32_t> some = left.first(at_once(left, first));
+      const std::vector<Matrix> attention =
+          reads_one_query(some.front(), first) ? of_queries(some, first) : std::vector{since(first, some.front())};
+      view().on_threads(static_cast<std::size_t>(view().kv_heads()), [&](std::size_t head) {
+        std::int32_t appended = first;
+        for (std::size_t i = 0; i < some.size(); ++i) {
+          take(some[i], static_cast<int>(head), appended, attention[i]);
+          appended = some[i] + 1;
+        }
+      });
+      first = some.back() + 1;
+      left = left.subspan(some.size());
     }
   }
 
-  void evict(std::int32_t step, std::vector<std::vector<std::int32_t>>& resident, ResidentAttention& attention) const {
-    std::vector<std::vector<int>> columns;
+  /// Whether a step compares the attention of its own query alone, where `first` is the first since the last eviction.
+  bool reads_one_query(std::int32_t step, std::int32_t first) const {
+    return part_.attention == Attention::current || step == first;
+  }
+
+  /// Steps whose attention is computed at once: of one query each, or a single step of several queries.
+  std::size_t at_once(std::span<const std::int32_t> left, std::int32_t first) const {
+    const std::size_t tokens = resident_.front().numbers().size() + static_cast<std::size_t>(left.front() - first) + 1;
+    const std::size_t row_bytes = static_cast<std::size_t>(view().query_heads()) * tokens * sizeof(double);
+    const std::size_t most = std::max(std::size_t{1}, attention_bytes / row_bytes);
+    std::size_t count = 1;
+    while (reads_one_query(left.front(), first) && count < std::min(most, left.size()) &&
+           left[count] - left.front() < steps_at_once && reads_one_query(left[count], left[count - 1] + 1))
+      ++count;
+    return count;
+  }
+
+  /// [rows, n] what is resident, and the tokens from `first` to `last`.
+  std::vector<std::int32_t> resident_and(std::int32_t first, std::int32_t last) const {
+    std::vector<std::int32_t> tokens;
     for (int row = 0; row < rows(); ++row) {
-      std::vector<std::int32_t>& tokens = resident[static_cast<std::size_t>(row)];
-      std::vector<int>& remaining = columns.emplace_back();
-      for (std::size_t i = 0; i < tokens.size(); ++i)
-        if (remains(row, tokens[i], step)) remaining.push_back(static_cast<int>(i));
-      std::erase_if(tokens, [&](std::int32_t token) { return !remains(row, token, step); });
+      const std::vector<std::int32_t>& resident = resident_[static_cast<std::size_t>(row)].numbers();
+      tokens.insert(tokens.end(), resident.begin(), resident.end());
+      for (std::int32_t j = first; j <= last; ++j) tokens.push_back(j);
     }
-    attention.evict(columns);
+    return tokens;
   }
 
-  /// Of a KV head, which pays `attention` to its resident tokens: from the last evicted one to the first.
-  void add_merges(std::int32_t step, int head, std::span<const std::int32_t> resident,
-                  std::span<const double> attention) {
-    std::vector<double> later;  // attention to the tokens that remain, the last one first
-    for (std::size_t i = resident.size(); i-- > 0;) {
-      if (remains(row_of(head), resident[i], step)) {
-        later.push_back(attention[i]);
-        continue;
+  std::vector<Matrix> of_queries(std::span<const std::int32_t> queries, std::int32_t first) const {
+    const std::vector<std::int32_t> tokens = resident_and(first, queries.back());
+    std::vector<std::int32_t> evicted;
+    const std::size_t of_row = tokens.size() / static_cast<std::size_t>(rows());
+    for (int row = 0; row < rows(); ++row)
+      for (const std::int32_t token : std::span(tokens).subspan(static_cast<std::size_t>(row) * of_row, of_row))
+        evicted.push_back(evicted_at(row)[static_cast<std::size_t>(token)]);
+    return view().attention_rows(
+        {.queries = queries, .tokens = tokens, .evicted_at = evicted, .rows = rows(), .positions = positions_});
+  }
+
+  Matrix since(std::int32_t first, std::int32_t step) const {
+    if (first == 0 && step == view().prompt() - 1) return view().cumulative_attention();
+    return LayerView(view(), {.positions = resident_and(first, step),
+                              .rows = rows(),
+                              .seen = step + 1,
+                              .added = step + 1 - first,
+                              .place = positions_})
+        .cumulative_attention();
+  }
+
+  /// What happens to a KV head at a step: tokens come from `first` on, the query attends, and some are evicted.
+  void take(std::int32_t step, int head, std::int32_t first, const Matrix& attention) {
+    ResidentTokens& resident = resident_[static_cast<std::size_t>(head)];
+    resident.append(first, step);
+    resident.attend(attention, head * view().group());
+    const auto at_step = std::ranges::equal_range(
+        evictions_[static_cast<std::size_t>(row_of(head))], step, {},
+        [&](std::int32_t token) { return evicted_at(row_of(head))[static_cast<std::size_t>(token)]; });
+    std::vector<std::size_t> evicted;
+    for (const std::int32_t token : at_step)
+      evicted.push_back(
+          static_cast<std::size_t>(std::ranges::lower_bound(resident.numbers(), token) - resident.numbers().begin()));
+    add_merges(step, head, resident, evicted);
+    resident.evict(evicted);
+  }
+
+  /// Of evicted tokens, by their numbers among the resident ones: from the last one to the first.
+  void add_merges(std::int32_t step, int head, const ResidentTokens& resident, std::span<const std::size_t> evicted) {
+    const std::size_t most =
+        part_.mean == Mean::later ? resident.numbers().size() : static_cast<std::size_t>(part_.merge);
+    for (std::size_t i = evicted.size(); i-- > 0;) {
+      const std::size_t number = evicted[i];
+      double sum = 0.0;
+      std::size_t compared = 0;
+      std::size_t next_evicted = i + 1;
+      for (std::size_t j = number + 1; j < resident.numbers().size() && compared < most; ++j) {
+        if (next_evicted < evicted.size() && evicted[next_evicted] == j) {
+          ++next_evicted;
+          continue;
+        }
+        sum += resident.attention(j);
+        ++compared;
       }
-      const std::size_t receivers = std::min(later.size(), static_cast<std::size_t>(part_.merge));
-      if (receivers == 0) continue;
-      const std::span<const double> compared =
-          part_.mean == Mean::later ? std::span(later) : std::span(later).last(receivers);
-      const double share =
-          merged_share(attention[i], compared, chain(part_.seed, view().stored_layer(), head, resident[i]));
+      if (compared == 0) continue;
+      const std::size_t receivers = std::min(compared, static_cast<std::size_t>(part_.merge));
+      const std::int32_t token = resident.numbers()[number];
+      const double share = merged_share(resident.attention(number), sum / static_cast<double>(compared),
+                                        chain(part_.seed, view().stored_layer(), head, token));
       if (share > 0)
-        merges_[static_cast<std::size_t>(head)].push_back({step, resident[i], share / static_cast<double>(receivers)});
+        merges_[static_cast<std::size_t>(head)].push_back({step, token, share / static_cast<double>(receivers)});
     }
   }
 
   /// The share of the value, 0 to 1, that the receivers take together.
-  double merged_share(double own, std::span<const double> compared, std::uint64_t draw) const {
-    const double sum = std::accumulate(compared.rbegin(), compared.rend(), 0.0);
-    const double mean = sum / static_cast<double>(compared.size());
+  double merged_share(double own, double mean, std::uint64_t draw) const {
     const double probability = own <= 0 ? 0.0 : own >= mean ? 1.0 : own / mean;
     if (part_.mode == Mode::expected) return probability;
     return uniform(draw) < probability ? 1.0 : 0.0;
@@ -154,15 +248,17 @@ class MergedLayer final : public MergingLayer {
       for (std::int32_t j = token + 1; j <= step && left > 0; ++j) {
         if (!remains(row_of(head), j, step)) continue;
         --left;
-        const std::span<double> sum = values.of(j);
+        const std::span<double> sum = values.sum_of(j);
         for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += share * evicted[c];
-        values.round(j);
       }
     }
   }
 
   const MergedValues part_;
-  std::vector<std::vector<Merge>> merges_;  // of each KV head, by the step
+  const Positions positions_;
+  std::vector<ResidentTokens> resident_;              // of each KV head, while merges are found
+  std::vector<std::vector<std::int32_t>> evictions_;  // of each row, likewise
+  std::vector<std::vector<Merge>> merges_;            // of each KV head, by the step
 };
 
 }  // namespace

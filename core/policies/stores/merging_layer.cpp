@@ -23,11 +23,17 @@ LayerSelection evicted_after_prompt(const LayerView& view, const KeptSet& kept) 
 HeadValues::HeadValues(const TensorView& values, int head)
     : dim_(static_cast<std::size_t>(values.dim)),
       rounded_(widened(values.heads_from(head))),
-      sums_(rounded_.begin(), rounded_.end()) {}
+      sums_(rounded_.begin(), rounded_.end()),
+      changed_(static_cast<std::size_t>(values.tokens)) {}
 
-void HeadValues::round(std::int32_t token) {
-  std::ranges::transform(of(token), rounded_.begin() + static_cast<std::ptrdiff_t>(first(token)),
-                         [](double sum) { return static_cast<float>(sum); });
+std::span<const float> HeadValues::rounded() {
+  for (const std::int32_t token : to_round_) {
+    std::ranges::transform(of(token), rounded_.begin() + static_cast<std::ptrdiff_t>(first(token)),
+                           [](double sum) { return static_cast<float>(sum); });
+    changed_[static_cast<std::size_t>(token)] = false;
+  }
+  to_round_.clear();
+  return rounded_;
 }
 
 MergingLayer::MergingLayer(const LayerView& view, const LayerSelection& selection)
@@ -55,15 +61,44 @@ std::unique_ptr<StoredLayer> MergingLayer::before(int query) const {
 
 EvolvingValues::Reader MergingLayer::of_head(int kv_head) const {
   return [this, kv_head, values = HeadValues(view_.tensors().v, kv_head), done = std::size_t{0}](int query) mutable {
-    for (; done < steps_.size() && steps_[done] < query; ++done) merge(kv_head, steps_[done], values);
+    if (done == 0 && query >= view_.prompt() && !after_prompt_.empty()) {
+      const double* sums = after_prompt_[static_cast<std::size_t>(kv_head)].data();
+      for (const std::int32_t token : resident_after_prompt(row_of(kv_head))) {
+        const std::span<double> sum = values.sum_of(token);
+        std::copy_n(sums, sum.size(), sum.begin());
+        sums += sum.size();
+      }
+      done = static_cast<std::size_t>(std::ranges::lower_bound(steps_, view_.prompt()) - steps_.begin());
+    }
+    done = merge_before(query, kv_head, done, values);
     return values.rounded();
   };
 }
 
-bool MergingLayer::remains(int row, std::int32_t token, std::int32_t step) const {
-  const std::size_t tokens = evicted_at_.size() / static_cast<std::size_t>(rows_);
-  const std::int32_t at = evicted_at_[static_cast<std::size_t>(row) * tokens + static_cast<std::size_t>(token)];
-  return at < 0 || at > step;
+void MergingLayer::merge_prompt() {
+  after_prompt_.resize(static_cast<std::size_t>(view_.kv_heads()));
+  view_.on_threads(after_prompt_.size(), [&](std::size_t number) {
+    const int head = static_cast<int>(number);
+    HeadValues values(view_.tensors().v, head);
+    merge_before(view_.prompt(), head, 0, values);
+    for (const std::int32_t token : resident_after_prompt(row_of(head))) {
+      const std::span<const double> sum = values.of(token);
+      after_prompt_[number].insert(after_prompt_[number].end(), sum.begin(), sum.end());
+    }
+  });
+}
+
+std::size_t MergingLayer::merge_before(int query, int head, std::size_t done, HeadValues& values) const {
+  for (; done < steps_.size() && steps_[done] < query; ++done) merge(head, steps_[done], values);
+  return done;
+}
+
+/// Others are read by no later query.
+std::vector<std::int32_t> MergingLayer::resident_after_prompt(int row) const {
+  std::vector<std::int32_t> tokens;
+  for (std::int32_t token = 0; token < view_.prompt(); ++token)
+    if (remains(row, token, view_.prompt() - 1)) tokens.push_back(token);
+  return tokens;
 }
 
 Store merging_store(std::string name, const MakeMergingLayer& make) {
@@ -72,7 +107,11 @@ Store merging_store(std::string name, const MakeMergingLayer& make) {
       [make](const LayerView& view, const KeptSet& kept, const Partner&) {
         return make(view, evicted_after_prompt(view, kept))->before(view.prompt());
       },
-      make);
+      [make](const LayerView& view, const LayerSelection& selection) {
+        std::unique_ptr<MergingLayer> layer = make(view, selection);
+        layer->merge_prompt();
+        return layer;
+      });
 }
 
 }  // namespace kvreplay

@@ -18,11 +18,15 @@ class HeadValues {
  public:
   HeadValues(const TensorView& values, int head);
 
-  std::span<double> of(std::int32_t token) { return std::span(sums_).subspan(first(token), dim_); }
-  /// Rounds a value that has changed.
-  void round(std::int32_t token);
+  std::span<const double> of(std::int32_t token) const { return std::span(sums_).subspan(first(token), dim_); }
+  /// To be changed.
+  std::span<double> sum_of(std::int32_t token) {
+    if (!changed_[static_cast<std::size_t>(token)]) to_round_.push_back(token);
+    changed_[static_cast<std::size_t>(token)] = true;
+    return std::span(sums_).subspan(first(token), dim_);
+  }
   /// [T, d]
-  std::span<const float> rounded() const { return rounded_; }
+  std::span<const float> rounded();
 
  private:
   std::size_t first(std::int32_t token) const { return static_cast<std::size_t>(token) * dim_; }
@@ -30,6 +34,8 @@ class HeadValues {
   std::size_t dim_;
   std::vector<float> rounded_;
   std::vector<double> sums_;
+  std::vector<bool> changed_;           // [T] since they were rounded
+  std::vector<std::int32_t> to_round_;  // these tokens
 };
 
 /// A layer whose values change with each eviction. Its bytes are those of the kept tokens.
@@ -37,6 +43,8 @@ class MergingLayer : public EvolvingLayer {
  public:
   MergingLayer(const LayerView& view, const LayerSelection& selection);
 
+  /// Merges up to the end of the prompt, from where readers of later queries then go on. Called once, before them.
+  void merge_prompt();
   std::unique_ptr<StoredLayer> before(int query) const final;
   Reader of_head(int kv_head) const final;
 
@@ -50,15 +58,28 @@ class MergingLayer : public EvolvingLayer {
   int row_of(int head) const { return rows_ == 1 ? 0 : head; }
   /// Queries after which at least one row evicts, ascending.
   const std::vector<std::int32_t>& steps() const { return steps_; }
+  /// [T] the query after which a row evicts each token, -1 never.
+  std::span<const std::int32_t> evicted_at(int row) const {
+    const std::size_t tokens = evicted_at_.size() / static_cast<std::size_t>(rows_);
+    return std::span(evicted_at_).subspan(static_cast<std::size_t>(row) * tokens, tokens);
+  }
   /// Whether a row still holds a token after the evictions of query `step`, where it has come.
-  bool remains(int row, std::int32_t token, std::int32_t step) const;
+  bool remains(int row, std::int32_t token, std::int32_t step) const {
+    const std::int32_t at = evicted_at(row)[static_cast<std::size_t>(token)];
+    return at < 0 || at > step;
+  }
 
  private:
+  std::vector<std::int32_t> resident_after_prompt(int row) const;
+  /// Merges the values of a KV head that are evicted from steps()[done] on and before `query`; how many steps are done.
+  std::size_t merge_before(int query, int head, std::size_t done, HeadValues& values) const;
+
   const LayerView& view_;
   int rows_;
   std::vector<std::int32_t> evicted_at_;  // [rows, T]: the query after which each token is evicted, -1 never
   std::vector<std::int32_t> steps_;
   double bytes_ = 0;
+  std::vector<std::vector<double>> after_prompt_;  // [Hkv][resident tokens, d] sums; empty: not merged yet
 };
 
 using MakeMergingLayer = std::function<std::unique_ptr<MergingLayer>(const LayerView&, const LayerSelection&)>;
