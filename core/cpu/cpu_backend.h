@@ -50,7 +50,15 @@ class CpuBackend final : public Backend {
   std::vector<ThreadScratch> scratch_;
   AlignedBuffer<float> packed_keys_;
   AlignedBuffer<double> partial_sums_;
-  AlignedBuffer<double> wide_vectors_[2];  // of keys and of values, for least_redundant
+  /// Between calls of least_redundant: vectors, and all of their similarities. Without tokens nothing is held.
+  struct HeldSimilarities {
+    int tokens = 0;
+    int dim = 0;
+    bool of_floats = true;
+    bool operator==(const HeldSimilarities&) const = default;
+  };
+  HeldSimilarities held_similarities_[2];  // of keys and of values
+  AlignedBuffer<double> wide_vectors_[2];
   AlignedBuffer<std::int32_t> similarities_[2];
 };
 

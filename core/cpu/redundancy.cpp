@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "attention/rope.h"
 #include "cpu/cpu_backend.h"
@@ -74,33 +75,45 @@ class Similarities {
         last_use_(panel_in_.size(), 0),
         slot_of_(static_cast<std::size_t>(shape.panels), -1) {}
 
-  /// Vectors for the products: vectors_of(token, out) writes one, [dim]. Throws where numbers are not finite.
+  /// Vectors for the products: vectors_of(token, out) writes one, [dim]. Throws where numbers are not finite. True
+  /// where the buffer, if it holds vectors of as many tokens and numbers, held the same ones.
   template <class VectorsOf>
-  void pack(VectorsOf vectors_of) {
+  bool pack(VectorsOf vectors_of, bool holds_vectors) {
     const int width = kernels_.wide_columns;
-    std::atomic<bool> finite{true};
+    std::atomic<bool> finite{true}, same{holds_vectors};
 #pragma omp parallel num_threads(threads_)
     {
       std::vector<double> vectors(product(width, dim_));
+      AlignedBuffer<double> packed;
 #pragma omp for schedule(static)
       for (int tile = 0; tile < shape_.tiles; ++tile) {
         const int count = std::min(width, shape_.tokens - tile * width);
         for (int i = 0; i < count; ++i) vectors_of(tile * width + i, vectors.data() + product(i, dim_));
         const std::span present(vectors.data(), product(count, dim_));
         if (!std::ranges::all_of(present, [](double x) { return std::isfinite(x); })) finite = false;
-        kernels_.pack_wide(vectors.data(), count, dim_, width, tile_at(tile), scales_.data() + tile * width);
+        const std::span wide(packed.at_least(vectors.size()), vectors.size());
+        kernels_.pack_wide(vectors.data(), count, dim_, width, wide.data(), scales_.data() + tile * width);
+        if (same && std::equal(wide.begin(), wide.end(), tile_at(tile))) continue;
+        same = false;
+        std::ranges::copy(wide, tile_at(tile));
       }
     }
     if (!finite) throw Error{Refusal::input, "similarity", "vectors", "finite numbers", "NaN or Inf"};
+    return same;
   }
 
   bool holds_all() const { return panel_in_.size() == slot_of_.size(); }
   int rows_at_once() const { return holds_all() ? shape_.tokens : static_cast<int>(panel_in_.size()); }
 
-  /// Computes all rows once and for all, one triangle of products.
-  void compute_all(Interruption& interruption) {
+  /// All rows are computed.
+  void enter_all() {
     std::iota(panel_in_.begin(), panel_in_.end(), 0);
     std::iota(slot_of_.begin(), slot_of_.end(), 0);
+  }
+
+  /// Computes all rows once and for all, one triangle of products.
+  void compute_all(Interruption& interruption) {
+    enter_all();
     const int bands = pieces(shape_.tokens, band_rows);
     assert(band_rows % kernels_.rows == 0 && band_rows % kernels_.wide_columns == 0);
 #pragma omp parallel num_threads(threads_)
@@ -293,11 +306,12 @@ std::vector<std::int32_t> CpuBackend::least_redundant(const LayerTensors& layer,
   const auto add_similarities = [&](const TensorView& tensor, const BackwardRotation* to_slots) {
     const std::size_t number = similarities.size();
     const int dim = tensor.heads * tensor.dim;
-    // Vectors are needed no more once all rows are held.
-    AlignedBuffer<double>& vectors = wide_vectors_[shape.all_bytes <= bytes ? 0 : number];
-    Similarities& some = similarities.emplace_back(kernels, threads_, shape, bytes, dim, to_slots == nullptr, vectors,
-                                                   similarities_[number]);
-    some.pack([&](int slot, double* vector) {
+    // Calls for other budgets read the same vectors.
+    const HeldSimilarities asked{tokens, dim, to_slots == nullptr};
+    const HeldSimilarities held = std::exchange(held_similarities_[number], {});
+    Similarities& some = similarities.emplace_back(kernels, threads_, shape, bytes, dim, to_slots == nullptr,
+                                                   wide_vectors_[number], similarities_[number]);
+    const auto write_vector = [&](int slot, double* vector) {
       float* narrow = scratch().staging.at_least(static_cast<std::size_t>(tensor.dim));
       const int position = what.resident[static_cast<std::size_t>(slot)];
       for (int head = 0; head < tensor.heads; ++head) {
@@ -306,9 +320,15 @@ std::vector<std::int32_t> CpuBackend::least_redundant(const LayerTensors& layer,
         std::copy_n(narrow, part.size(), part.begin());
         if (to_slots != nullptr) to_slots->apply(slot - position, part);
       }
-    });
-    if (some.holds_all()) some.compute_all(interruption());
+    };
+    const bool same = some.pack(write_vector, held == asked);
+    if (!some.holds_all()) return;
+    if (same)
+      some.enter_all();
+    else
+      some.compute_all(interruption());
     interruption().require_all_done();
+    held_similarities_[number] = asked;
   };
   if (what.keys) {
     std::optional<BackwardRotation> to_slots;
@@ -343,16 +363,12 @@ std::vector<std::int32_t> CpuBackend::least_redundant(const LayerTensors& layer,
 }
 
 std::size_t CpuBackend::redundancy_bytes(const LayerTensors& layer, int tokens) const {
-  // Of keys and of values: vectors in float64, of one of them at a time if all similarities are held; similarities; and
-  // the sines and cosines that turn keys back.
+  // Of keys and of values: vectors in float64; similarities; and the sines and cosines that turn keys back.
   const Shape shape(similarity_kernels_, tokens);
-  const std::size_t bytes = similarity_bytes_ / 2;
-  const int key_dim = layer.k.heads * layer.k.dim;
-  const int value_dim = layer.v.heads * layer.v.dim;
-  const int dims = shape.all_bytes <= bytes ? std::max(key_dim, value_dim) : key_dim + value_dim;
+  const int dims = layer.k.heads * layer.k.dim + layer.v.heads * layer.v.dim;
   const std::size_t vectors = product(shape.tiles * similarity_kernels_.wide_columns, dims) * sizeof(double);
   const std::size_t turns = product(layer.k.tokens, 2) * layer.rope.inv_freq.size() * sizeof(double);
-  return vectors + 2 * shape.held_bytes(bytes) + turns;
+  return vectors + 2 * shape.held_bytes(similarity_bytes_ / 2) + turns;
 }
 
 }  // namespace kvreplay

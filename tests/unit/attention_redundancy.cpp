@@ -128,6 +128,25 @@ TEST(LeastRedundant, BuffersThatWereLargerOrSmallerBeforeDoNotMatter) {
   }
 }
 
+TEST(LeastRedundant, SimilaritiesOfTheCallBeforeAreReadForTheSameVectorsAlone) {
+  const LayerShape shape{.kv_heads = 2, .tokens = 120, .dim = 20, .rope_pairs = 4};
+  const RandomLayer layer(shape);
+  RandomLayer changed(shape);
+  for (int token = 50; token < 70; ++token) changed.v.set(1, token, 3, 9.0F);
+  const auto all = range(0, 100), others = range(20, 120);
+  CpuBackend backend(2);
+  const auto expect_reference = [&](const RandomLayer& of, const RedundancyElimination& what, const char* call) {
+    EXPECT_EQ(backend.least_redundant(of.tensors(), what), reference(of, what)) << call;
+  };
+  expect_reference(layer, {.resident = all, .keep = 30}, "first");
+  expect_reference(layer, {.resident = all, .keep = 60}, "another budget");
+  expect_reference(changed, {.resident = all, .keep = 60}, "other values");
+  expect_reference(changed, {.resident = all, .keys = false, .keep = 60}, "values in the place of keys");
+  expect_reference(layer, {.resident = others, .keep = 60}, "other tokens");
+  expect_reference(layer, {.resident = others, .positions = Positions::cache, .keep = 60}, "other positions");
+  expect_reference(layer, {.resident = others, .positions = Positions::cache, .keep = 40}, "the same positions");
+}
+
 /// (1,0), (1,0), (0,1), (1,1), (-1,0), with the last protected: first 0 (of Add -1, -1, 0, -0.7071), then 2 (of 3, 2,
 /// 2.7071), then 1 (of 2 against 2.1213).
 TEST(LeastRedundant, ChoosesAsByHand) {
