@@ -38,8 +38,8 @@ struct Merge {
   double share = 0;
 };
 
-// Queries whose attention is computed at once, up to this position behind the first of them and into so many bytes:
-// they see the tokens between them beside those that are resident to the first.
+// Limits of the queries whose attention is computed at once: their distance, since each also sees the tokens between
+// the first of them and itself, and the bytes of the result.
 constexpr std::int32_t steps_at_once = 64;
 constexpr std::size_t attention_bytes = std::size_t{32} << 20;
 
