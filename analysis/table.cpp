@@ -603,6 +603,7 @@ std::string document(const TableRows& rows, const Tables& tables, Layout layout,
     if (budgets.size() < part->budgets.size())
       below += fmt::format("{} of {} budgets; --all prints all\n", budgets.size(), part->budgets.size());
   }
+  if (!layout.omitted.empty()) below += fmt::format("--wide adds {}\n", fmt::join(layout.omitted, ", "));
   std::vector<std::string> lines;
   boost::replace_first(below, "budget   ", "budget ");
   boost::replace_all(below, "never marked *", "never marked as the best");

@@ -208,10 +208,18 @@ def test_documents_name_a_single_budget_and_unequal_memory(tmp_path: Path, form:
         return [line.removeprefix("% ") for line in rest]
 
     memory = "not at equal memory, so never marked as the best: quest"
-    [budget, note] = beside("-b", "6")
+    [budget, note] = beside("-b", "6", "--wide")
     assert budget.startswith("budget 6 tokens per layer and head on average") and note == memory
-    assert beside("--all") == [memory]
-    assert len(beside("-b", "6", "-p", "h2o")) == 1
+    assert beside("--all", "--wide") == [memory]
+    assert len(beside("-b", "6", "-p", "h2o", "--wide")) == 1
+    assert beside("--wide")[-1] == "1 of 2 budgets; --all prints all"
+    assert beside("--all") == [memory, "--wide adds " + ", ".join(omitted_titles(done("show", "out", folder=tmp_path)))]
+
+
+def omitted_titles(text: str) -> list[str]:
+    """Those of the line --wide."""
+    [line] = re.findall(r"^--wide +adds ((?:.|\n )+?)\n(?! )", text, re.MULTILINE)
+    return " ".join(line.split()).split(", ")
 
 
 def test_csv_and_json_have_everything_that_is_selected(run: tuple[Path, str], traces: Path, tmp_path: Path) -> None:

@@ -915,7 +915,16 @@ def test_a_filter_without_a_match_is_said(page, look):
     window.fill("#policies", "kivi")
     assert "kivi" in window.inner_text("#own-memory")
     window.fill("#policies", "h2o")
-    assert window.inner_text("#own-memory") == ""
+    assert window.inner_text("#own-memory") == "" and "kivi" not in window.inner_text("#unlike")
+
+
+def test_a_row_of_the_means_selects_its_policy(many, look):
+    window = look(write_report(many, "-p", "snapkv,h2o", "--baseline", "chunkkv"))
+    window.click("#means tr[data-label='h2o'] td >> nth=2")
+    window.click("#means tr[data-label='snapkv'] td >> nth=2", modifiers=["Shift"])
+    assert first_and_second(window) == ("h2o", "snapkv") and window.evaluate("getSelection().toString()") == ""
+    window.fill("#policies", "no such policy")
+    assert window.inner_text("#means tbody") == "No policy matches the filter."
 
 
 def test_a_baseline_that_is_not_asked_for_is_on_the_page(many, look):

@@ -56,7 +56,7 @@ async function drawHeatmaps(trace, budget, variant) {
   const rest = [[(cell) => !cell.rows, "No static set"],
     [(cell) => cell.rows && !cell.choice, "Keeps everything, or only protected tokens"]];
   document.getElementById("unlike").textContent = plain(
-    rest.map(([is, words]) => [words, budget.cells.filter(is).map(named)])
+    rest.map(([is, words]) => [words, budget.cells.filter((cell) => is(cell) && passes(cell.label)).map(named)])
       .filter(([, labels]) => labels.length).map(([words, labels]) => `${words}: ${labels.join(", ")}.`).join(" "));
   const bar = make("canvas", { role: "img", "aria-label": `colours from 0 to ${end}` });
   paint(bar, { width: 128, height: 1 }, (i) => i / 127);

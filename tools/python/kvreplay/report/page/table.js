@@ -65,6 +65,10 @@ function rowOf(cell) {
     make("td", {}, cell.heads), ...values);
 }
 
+function noMatch(columns) {
+  return make("tr", { class: "failed" }, make("td", { colspan: columns }, "No policy matches the filter."));
+}
+
 /** A click with Shift compares policies; the browser would select the text between two clicks. */
 function keepSelection(event) {
   if (event.shiftKey) event.preventDefault();
@@ -87,8 +91,7 @@ function drawTable(trace, budget) {
       make("span", {}, title)));
     return rows.length ? make("tbody", {}, group, ...rows) : "";
   });
-  const none = cells.length ? [] : [make("tr", { class: "failed" }, make("td", { colspan: columns.length + 2 },
-    "No policy matches the filter."))];
+  const none = cells.length ? [] : [noMatch(columns.length + 2)];
   const failed = budget.failed.map((cell) => make("tr", { class: "failed" }, make("th", { scope: "row" }, cell.label),
     make("td", { colspan: columns.length + 1 }, `failed: ${cell.error}`)));
   $("headline").replaceChildren(make("thead", {}, ...(live ? [kinds] : []), head),

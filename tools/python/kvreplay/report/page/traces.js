@@ -23,9 +23,10 @@ function drawTraces(budget) {
     low !== null && make("line", { x1: x(low), x2: x(high), y1: 7, y2: 7 }),
     make("path", { d: SHAPES.o, transform: `translate(${x(mean)} 7) scale(4)` }));
   const columns = metric.has_verdicts ? [...MEANS, ...VERDICTS] : MEANS;
-  const rowOf = (line) => make("tr", { "data-label": line.label },
-    make("th", { scope: "row" }, make("button", { type: "button", class: "name", onmousedown: keepSelection,
-      onclick: (event) => selectPolicy(line.label, event.shiftKey) }, keyOf(policyOf.get(line.label)), line.label)),
+  const rowOf = (line) => make("tr", { "data-label": line.label, onmousedown: keepSelection,
+    onclick: (event) => selectPolicy(line.label, event.shiftKey) },
+    make("th", { scope: "row" }, make("button", { type: "button", class: "name" },
+      keyOf(policyOf.get(line.label)), line.label)),
     ...columns.map(([, ...names], i) => make("td", {
       "data-values": JSON.stringify(names.map((name) => line.numbers[name] ?? "")) }, line.texts[i] ?? "")),
     make("td", { class: "drawn" }, whisker(line)));
@@ -39,7 +40,8 @@ function drawTraces(budget) {
     make("th", { scope: "col", "data-values": JSON.stringify(names) }, title));
   const head = make("tr", {}, make("th", { scope: "col" }, "policy"), ...headings,
     make("th", { scope: "col", class: "drawn" }, "mean and interval"));
-  $("means").replaceChildren(make("thead", {}, head), ...bodies.filter(Boolean));
+  $("means").replaceChildren(make("thead", {}, head), ...bodies.filter(Boolean),
+    lines.length ? "" : make("tbody", {}, noMatch(columns.length + 2)));
   $("compared").textContent = plain(`${compared.traces} traces of ${compared.prompts} prompts. Baseline: `
     + `${compared.baseline}. Intervals: Student's t over prompts. p: sign flips of prompts, seed ${compared.seed}. `
     + `*: Holm-corrected p below 0.05, over ${compared.comparisons} comparisons. `
