@@ -119,7 +119,8 @@ class MergedLayer final : public MergingLayer {
     std::vector<std::int32_t> tokens;
     for (std::size_t j = 0; j < steps.size(); ++j)
       if (steps[j] >= 0) tokens.push_back(static_cast<std::int32_t>(j));
-    std::ranges::stable_sort(tokens, {}, [&](std::int32_t token) { return steps[static_cast<std::size_t>(token)]; });
+    std::ranges::sort(tokens, {},
+                      [&](std::int32_t token) { return std::pair(steps[static_cast<std::size_t>(token)], token); });
     return tokens;
   }
 
