@@ -539,7 +539,10 @@ std::string next_lines(const RunSummary& summary, const TableRows& rows, const L
   return text;
 }
 
-std::string rest_line(const TableRows& all, const BudgetRows& rows, std::size_t rest) {
+/// How many policies a table omits at a budget, and which it has; empty: none.
+std::string rest_line(const TableRows& all, const TracesRows& part, const BudgetRows& rows) {
+  const std::size_t rest = all.rest(*std::ranges::find(part.budgets, rows.budget, &BudgetRows::budget));
+  if (rest == 0) return "";
   const auto policies = std::ranges::count_if(rows.rows, [](const PolicyRow& row) { return !row.is_control(); });
   const auto ranked = std::ranges::count_if(rows.rows, [&](const PolicyRow& row) { return all.is_ranked(row); });
   const std::string order =
@@ -561,13 +564,10 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
   for (const auto& [part, budgets] : tables) {
     text += part->traces.size() > 1 ? traces_lines(part->traces, layout) : trace_lines(*part->traces.front(), layout);
     for (const BudgetRows& budget : budgets) {
-      const auto all = std::ranges::find(part->budgets, budget.budget, &BudgetRows::budget);
-      text += budget_lines(part->traces, budget, layout) + grid(rows, *part, budget, layout, options);
-      if (const std::size_t rest = rows.rest(*all); rest > 0) {
-        text += rest_line(rows, budget, rest);
-        omits_rows = true;
-      }
-      text += notes(*part, budget, layout) + '\n';
+      const std::string rest = rest_line(rows, *part, budget);
+      omits_rows = omits_rows || !rest.empty();
+      text += budget_lines(part->traces, budget, layout) + grid(rows, *part, budget, layout, options) + rest +
+              notes(*part, budget, layout) + '\n';
     }
     text += budgets_grid(rows, *part, budgets.size(), layout, options);
     omits_rows = omits_rows || (budgets.size() < part->budgets.size());
@@ -595,11 +595,7 @@ std::string document(const TableRows& rows, const Tables& tables, Layout layout,
   std::string below;
   for (const auto& [part, budgets] : tables) {
     if (tables.size() == 1 && budgets.size() == 1) below += budget_lines(part->traces, budgets.front(), layout);
-    for (const BudgetRows& budget : budgets) {
-      const auto all = std::ranges::find(part->budgets, budget.budget, &BudgetRows::budget);
-      if (const std::size_t rest = rows.rest(*all); rest > 0) below += rest_line(rows, budget, rest);
-      below += notes(*part, budget, layout);
-    }
+    for (const BudgetRows& budget : budgets) below += rest_line(rows, *part, budget) + notes(*part, budget, layout);
     if (budgets.size() < part->budgets.size())
       below += fmt::format("{} of {} budgets; --all prints all\n", budgets.size(), part->budgets.size());
   }

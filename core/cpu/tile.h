@@ -64,7 +64,7 @@ struct LogitRow {
   double sum = 0.0;              // Σ p
 };
 
-// Sums of so many tiles are added in float32 before they are folded.
+// Number of tiles over which sums are added in float32 before they are folded.
 inline constexpr int tiles_between_folds = 32;
 
 /// The kernels that depend on what a cell is.

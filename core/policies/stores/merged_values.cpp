@@ -142,7 +142,7 @@ class MergedLayer final : public MergingLayer {
     }
   }
 
-  /// Whether a step compares the attention of its own query alone, where `first` is the first since the last eviction.
+  /// Whether a step compares the attention of a single query, where `first` is the first since the last eviction.
   bool reads_one_query(std::int32_t step, std::int32_t first) const {
     return part_.attention == Attention::current || step == first;
   }

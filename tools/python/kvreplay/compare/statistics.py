@@ -61,6 +61,11 @@ def mean_intervals(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.array([mean - half_width, mean + half_width])
 
 
+def intervals_of_rows(values: np.ndarray) -> np.ndarray:
+    """The same of the means of `values` [n,c], each row a separate cluster."""
+    return mean_intervals(*cluster_sums(values, np.arange(len(values))))
+
+
 def sign_patterns(k: int, seed: int) -> Iterator[np.ndarray]:
     """+1 and -1, float [m,k], in pieces: all that begin with + up to EXACT clusters, else DRAWS random ones."""
     if k <= EXACT:

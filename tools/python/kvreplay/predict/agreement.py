@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from kvreplay.compare.statistics import cluster_sums, mean_intervals
+from kvreplay.compare.statistics import intervals_of_rows
 
 DRAWS = 400  # sets of prompts for each number of prompts
 
@@ -58,7 +58,7 @@ def in_order(offline: np.ndarray, live: np.ndarray) -> float:
 def resolved(live: np.ndarray) -> np.ndarray:
     """For each pair of policies [n (n-1) / 2], whether the 95 % interval of its mean difference excludes 0."""
     difference = pair_differences(live)
-    low, high = mean_intervals(*cluster_sums(difference, np.arange(len(live))))
+    low, high = intervals_of_rows(difference)
     return (low > 0) | (high < 0)
 
 

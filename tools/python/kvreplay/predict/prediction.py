@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from kvreplay.compare.comparison import part_of_name, prompts_of
-from kvreplay.compare.statistics import cluster_sums, mean_intervals
+from kvreplay.compare.statistics import cluster_sums, intervals_of_rows, mean_intervals
 from kvreplay.errors import Error
 from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
@@ -198,7 +198,7 @@ class Prediction:
         rows = self.of_prompts[self.of_prompts["live"] == live]
         grid = rows.groupby(["prompt", "offline"])["spearman"].mean().unstack("offline")
         difference = (grid[one] - grid[other]).dropna().to_numpy()[:, None]
-        low, high = mean_intervals(*cluster_sums(difference, np.arange(len(difference))))
+        low, high = intervals_of_rows(difference)
         return float(difference.mean()), float(low[0]), float(high[0])
 
     def left_out_kinds(self, live: str = "kld") -> pd.DataFrame:
@@ -236,7 +236,7 @@ class Prediction:
         values = difference.dropna().to_numpy()[:, None]
         if len(values) < 2:
             return 0
-        low, high = mean_intervals(*cluster_sums(values, np.arange(len(values))))
+        low, high = intervals_of_rows(values)
         return int(low[0] > 0) - int(high[0] < 0)
 
     def needed(self, offline: str, live: str = "kld") -> pd.DataFrame:
