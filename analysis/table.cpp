@@ -22,11 +22,12 @@
 namespace kvreplay {
 namespace {
 
+constexpr std::size_t few_prompts = 5;  // fewer give intervals that say little
 constexpr std::size_t narrow_width = 80, wide_width = 150;
-constexpr std::size_t longest_name = 42, least_name = 12;  // of a policy
-constexpr std::size_t most_in_one_family = 12;             // more rows than these are read family by family
-constexpr std::size_t most_in_budgets_grid = 4;            // policies: more would not fit one screen
-constexpr std::size_t indent = 11;                         // of the lines below a table
+constexpr std::size_t longest_name = 42;         // of a policy
+constexpr std::size_t most_in_one_family = 12;   // more rows than these are read family by family
+constexpr std::size_t most_in_budgets_grid = 4;  // policies: more would not fit one screen
+constexpr std::size_t indent = 11;               // of the lines below a table
 /// The order in which columns get a place in a narrow table.
 constexpr const char* by_importance[] = {
     "kept",   "out.err",  "head.err", "live.kld", "live.answer", "recall",  "KiB",   "skill", "select",    "needle",
@@ -193,7 +194,7 @@ Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions
   std::size_t taken = heads_taken;
   for (const std::size_t width : layout.widths) taken += width + 1;
   if (!options.wide) layout.width = std::clamp(taken + longest, narrow_width, wide_width);
-  layout.name = std::min(longest, layout.width - std::min(taken, layout.width - least_name));
+  layout.name = std::min(longest, longest_name);
   return layout;
 }
 
@@ -235,9 +236,10 @@ std::string traces_lines(const std::vector<const TraceRecord*>& traces, const La
   if (std::ranges::any_of(traces, &TraceRecord::is_sampled))
     pieces.emplace_back("ESTIMATES from samples of eval queries");
   pieces.emplace_back("OPEN LOOP");
-  const std::string interval =
-      count == 1 ? "no interval, as all traces have one prompt"
-                 : fmt::format("± half width of its 95 % interval (Student's t, n = {} prompts)", count);
+  const std::string interval = count == 1
+                                   ? "no interval, as all traces have one prompt"
+                                   : fmt::format("± half width of its 95 % interval (Student's t, n = {} prompts{})",
+                                                 count, count < few_prompts ? ", too few" : "");
   return wrapped("traces", pieces, "   ", layout.width, 9) +
          wrapped("mean", words_of(interval + "; policies are not paired, kvreplay compare pairs them"), " ",
                  layout.width, 9);
@@ -428,7 +430,7 @@ std::string fewer_traces(const TableRows& rows, const Tables& tables, const Tabl
         most = std::max(most, rows.value(row, column).count);
         traces = std::max(traces, static_cast<int>(row.cells.size()));
       }
-  return most < traces ? fmt::format(" ({} traces)", most) : "";
+  return most < traces ? fmt::format(" ({} trace{})", most, most == 1 ? "" : "s") : "";
 }
 
 /// The metrics of the columns as command lines name them, where the title does not say so. Spans share a metric.
@@ -517,15 +519,17 @@ bool has_several_models(const RunSummary& summary) {
 }
 
 /// Commands that show more of the run.
-std::string next_lines(const RunSummary& summary, const TableRows& rows, const Layout& layout, bool omits_rows) {
+std::string next_lines(const RunSummary& summary, const TableRows& rows, const Layout& layout, bool is_each,
+                       bool omits_rows) {
   if (rows.parts().empty()) return "";
   const std::string folder = shell_word(summary.output.string());
+  const std::string show = fmt::format("kvreplay show {}{}", folder, is_each ? " --each" : "");
   const TracesRows& part = rows.parts().front();
   std::vector<std::string> commands;
   if (omits_rows)
-    commands.push_back(fmt::format("kvreplay show {} --all", folder));
+    commands.push_back(show + " --all");
   else if (!layout.omitted.empty())
-    commands.push_back(fmt::format("kvreplay show {} --wide", folder));
+    commands.push_back(show + " --wide");
   if (part.traces.size() > 1 && TableRows::is_compared(part.budgets.front().rows.front()))
     commands.push_back(fmt::format("kvreplay compare {} --baseline {}", folder,
                                    shell_word(part.budgets.front().rows.front().facts->label)));
@@ -586,22 +590,25 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
   const auto reused = std::ranges::count(summary.cells, CellState::skipped, &CellRecord::state);
   text += fmt::format("{}{}shared observables {}{}\n", left("results", indent), folder, short_duration(observables),
                       reused == 0 ? "" : fmt::format("   {} of {} cells reused", reused, summary.cells.size()));
-  return text + (summary.output.empty() ? "" : next_lines(summary, rows, layout, omits_rows));
+  return text + (summary.output.empty() ? "" : next_lines(summary, rows, layout, options.each, omits_rows));
 }
 
 /// A document's table, with the budget where there is one, and the notes: comments in LaTeX, paragraphs in Markdown.
 std::string document(const TableRows& rows, const Tables& tables, Layout layout, TableFormat format) {
   layout.width = std::numeric_limits<std::size_t>::max();
-  std::string below;
+  std::string below, of_budgets;
   for (const auto& [part, budgets] : tables) {
-    if (tables.size() == 1 && budgets.size() == 1) below += budget_lines(part->traces, budgets.front(), layout);
+    if (budgets.size() == 1)
+      below += (tables.size() == 1 ? "" : part->traces.front()->name + ": ") +
+               budget_lines(part->traces, budgets.front(), layout);
     for (const BudgetRows& budget : budgets) below += rest_line(rows, *part, budget) + notes(*part, budget, layout);
     if (budgets.size() < part->budgets.size())
-      below += fmt::format("{} of {} budgets; --all prints all\n", budgets.size(), part->budgets.size());
+      of_budgets = fmt::format("{} of {} budgets; --all prints all\n", budgets.size(), part->budgets.size());
   }
+  below += of_budgets;
   if (!layout.omitted.empty()) below += fmt::format("--wide adds {}\n", fmt::join(layout.omitted, ", "));
   std::vector<std::string> lines;
-  boost::replace_first(below, "budget   ", "budget ");
+  boost::replace_all(below, "budget   ", "budget ");
   boost::replace_all(below, "never marked *", "never marked as the best");
   boost::split(lines, below, boost::is_any_of("\n"));
   std::string before, after;

@@ -169,7 +169,13 @@ def test_a_table_of_means_says_what_it_is(traces: Path) -> None:
     wide = done("show", "out", "--wide", folder=traces)
     assert "needle (3 traces)" in wide and "kvreplay compare out --baseline h2o" in wide
     each = done("show", "out", "--each", folder=traces)
+    assert "\nnext       kvreplay show out --each --all\n" in each
+    document = done("show", "out", "--each", "--markdown", folder=traces)
+    for trace, tokens in enumerate([13, 14, 16, 18, 19]):
+        assert f"\nt{trace}: budget 0.2 of {64 + 8 * trace} = {tokens} tokens" in document
     assert each.count("\ntrace ") + each.startswith("trace ") == 5 and "±" not in each
+    few = done("show", "out", "--traces", "t2,t3", "--wide", folder=traces)
+    assert "needle (1 trace)" in few and "n = 2 prompts, too few)" in few and "too few" not in text
     one = done("show", "out", "--traces", "t2", folder=traces)
     assert one.startswith("trace    t2 ") and "±" not in one
 

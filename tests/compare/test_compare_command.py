@@ -356,7 +356,7 @@ def test_a_thousand_traces_of_two_policies_with_other_rows_between(tmp_path, cap
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "compare: the following arguments are required: --baseline (see kvreplay compare --help)"),
+        ([], "--baseline: no policy to compare with: expected a policy of the run, found none"),
         (["--baseline", "bas"], "--baseline: unknown policy bas: did you mean base?"),
         (["--baseline", "b"], "--baseline: ambiguous policy: expected one of b:chunk=10, b:chunk=20, found b"),
         (["--baseline", "base", "-p", "base"], "--baseline: no policy to compare with the baseline"),

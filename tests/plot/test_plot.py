@@ -1214,7 +1214,7 @@ def test_help_names_the_options_of_each_kind():
 
 
 def test_an_empty_command_line_says_what_is_missing(capsys):
-    assert "the following arguments are required: KIND" in refused(capsys, 2)
+    assert "the following arguments are required: KIND, as in kvreplay plot curve out" in refused(capsys, 2)
     assert refused(capsys, 2, "curve") == "kvreplay: plot: no RUN: expected kvreplay plot curve RUN\n"
 
 

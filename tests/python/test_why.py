@@ -64,7 +64,9 @@ def test_the_later_query_with_the_largest_attention(small: Path, capsys: pytest.
 
 
 def test_protected_tokens_and_policies_without_a_cut(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, small, "-p", POLICY, "-t", P - 1).count("  protected  ") == 6
+    out = told(capsys, small, "-p", POLICY, "-t", P - 1)
+    assert out.count("  protected  ") == 6
+    assert out.splitlines()[1] == "kept in 6 of 6 rows (layers x heads), protected in 6"
     out = told(capsys, small, "-p", "chunkkv", "-t", 3)
     assert "No cut: the policy does not keep the tokens with the highest scores" in out
     rows = json.loads(told(capsys, small, "-p", "snapkv:schedule=every,interval=50", "-t", 3, "--json"))["rows"]
@@ -77,5 +79,7 @@ def test_wrong_questions(small: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([str(small), "-p", "snapkv", "-t", "3", "--layer", "3"]) == 2
     assert capsys.readouterr().err == "kvreplay: --layer: layer: expected a treated layer: 0 to 2, found 3\n"
     assert main([str(small.parent), "-p", "snapkv", "-t", "3"]) == 2
-    expected = f"kvreplay: {small.parent}: not a trace: expected TRACE.h5, which a run replayed, found a folder\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == f"kvreplay: {small.parent}: not a trace: expected TRACE.h5, found a folder\n"
+    (small.parent / "run.json").write_text('{"inputs": [{"path": "a/b.h5"}, {"path": "c.h5"}]}')
+    assert main([str(small.parent), "-p", "snapkv", "-t", "3"]) == 2
+    assert "expected a trace of this run: a/b.h5, c.h5, found a folder\n" in capsys.readouterr().err

@@ -68,7 +68,9 @@ class Parser(argparse.ArgumentParser):
         return {option.removeprefix("--").replace("-", "_") for option in options}
 
     def error(self, message: str) -> NoReturn:
-        raise Error(self.command, f"{message} (see {self.prog} --help)", exit_code=Refusal.USAGE)
+        lacks_words = self.examples and message.startswith("the following arguments are required")
+        remedy = f", as in {self.examples[0]}" if lacks_words else ""
+        raise Error(self.command, f"{message}{remedy} (see {self.prog} --help)", exit_code=Refusal.USAGE)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]

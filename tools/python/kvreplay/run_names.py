@@ -132,6 +132,14 @@ def split_policies(values: Sequence[str]) -> list[str]:
     return names
 
 
+def entries(run: Path, records: str, name: str) -> list[str]:
+    """A field of each record in run.json, which describes the last replay into the folder: ("policies", "label") or
+    ("inputs", "path"). None of a file that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return [str(one[name]) for one in json.loads((run / "run.json").read_bytes())[records]]
+    return []
+
+
 def _listed(folder: Path) -> tuple[set[str], set[str], set[str], set[str]]:
     """Policies, budgets, traces and metrics of the last replay into the folder, from run.json."""
     about = json.loads((folder / "run.json").read_bytes())

@@ -18,6 +18,7 @@ from kvreplay.program import (
     require_least,
     require_paths,
 )
+from kvreplay.run_names import entries
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +63,9 @@ def why(arguments: argparse.Namespace) -> None:
     require_least(arguments, token=0, layer=0)
     require_paths(arguments.trace)
     if arguments.trace.is_dir():
-        raise Error(str(arguments.trace), "not a trace", "TRACE.h5, which a run replayed", "a folder", Refusal.USAGE)
+        traces = entries(arguments.trace, "inputs", "path")
+        expected = f"a trace of this run: {', '.join(traces)}" if traces else "TRACE.h5"
+        raise Error(str(arguments.trace), "not a trace", expected, "a folder", Refusal.USAGE)
 
     from kvreplay.engine import Trace, require_cell
 
@@ -168,6 +171,10 @@ def table(trace: Trace, decision: Decision, arguments: argparse.Namespace, answe
     head = (
         f"token {shown(arguments.token)}{spans}: {arguments.policy} at {decision.budget} tokens a row        OPEN LOOP"
     )
+    rows = f"{len(answers)} row{'s' * (len(answers) > 1)} (layers x heads)"
+    kept = sum(one["kept"] for one in answers)
+    protected = sum(one["protected"] for one in answers)
+    head += f"\nkept in {kept} of {rows}" + (f", protected in {protected}" if protected else "")
     lines = [("layer", "head", "kept", "score", "rank", "cut", "rival", "most attended by", "weight")]
     for one in answers:
         state = "protected" if one["protected"] else "kept" if one["kept"] else "evicted"

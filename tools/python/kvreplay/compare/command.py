@@ -7,10 +7,11 @@ import json
 import sys
 from pathlib import Path
 
+from kvreplay.errors import Error, Refusal
 from kvreplay.headline import DEFAULT
 from kvreplay.program import Parser, add_same_prompt, exit_code, names, require_format, require_least, say_notes
 from kvreplay.run_folder import require_run
-from kvreplay.run_names import check_names, split_policies
+from kvreplay.run_names import check_names, entries, split_policies
 
 
 def parser() -> Parser:
@@ -28,7 +29,7 @@ def parser() -> Parser:
     add = found.add_argument
     add("runs", metavar="RUN", type=Path, nargs="+", help="folders of results of kvreplay replay")
     add = found.add_argument_group("comparison").add_argument
-    add("--baseline", metavar="POLICY", required=True, help="policy to compare with, as the tables name it")
+    add("--baseline", metavar="POLICY", help="policy to compare with, as the tables name it (required)")
     add("--metric", metavar="NAME[:VARIANT],…", action="extend", type=names, default=[],
         help=f"metrics to compare (default: {DEFAULT}; and skill after replay --controls twins)")  # fmt: skip
     add("-p", "--policies", metavar="POLICY,…", action="append", default=[],
@@ -49,6 +50,10 @@ def compare(arguments: argparse.Namespace) -> None:
     require_least(arguments, seed=0)
     for folder in arguments.runs:
         require_run(folder)
+    if not arguments.baseline:
+        known = dict.fromkeys(label for folder in arguments.runs for label in entries(folder, "policies", "label"))
+        expected = f"one of {', '.join(known)}" if known else "a policy of the run"
+        raise Error("--baseline", "no policy to compare with", expected, "none", Refusal.USAGE)
     policies = split_policies(arguments.policies)
     check_names(arguments.runs, policies=policies, baseline=arguments.baseline, budgets=arguments.budgets,
                 metrics=arguments.metric)  # fmt: skip

@@ -203,7 +203,7 @@ function drawCurve(box, trace, column) {
   const sizes = trace.budgets.map((budget) => budget.tokens);
   const names = new Map(trace.budgets.map((budget) => [budget.tokens, budget.budget]));
   drawLines(box, series, {
-    x: "budget, as asked (spaced by mean tokens per layer and head)", y: page.columns[column].meaning,
+    x: "budget (spaced by tokens per layer and head)", y: page.columns[column].meaning,
     units: page.columns[column].units,
     ticks: [...names], name: (tokens) => `budget ${names.get(tokens)}`,
     logarithmic: Math.max(...sizes) >= 4 * Math.min(...sizes), nothing: "No cell has this metric.",
@@ -257,6 +257,6 @@ function drawLive(box, trace, offline, live) {
       points: cells.map(([budget, { values }]) => ({ x: values[x][0], y: values[y][0],
         text: `budget ${budget.budget}, ${page.columns[live].title} ${values[y][1]}` })) };
   });
-  drawLines(box, series, { x: `${title}: ${meaning}`, y: page.columns[live].meaning, units: page.columns[live].units,
+  drawLines(box, series, { x: title, y: `${page.columns[live].meaning}; across: ${meaning}`, units: page.columns[live].units,
     ticks: null, name: (value) => `${title} ${brief(value)}`, scatter: true, nothing: "No cell has both metrics." });
 }
