@@ -490,6 +490,7 @@ RunSummary PlannedRun::run(const std::function<void(const Progress&)>& progress,
   RunSummary summary{.output = request.output, .detail = request.detail};
   summary.warnings = budgets_above_prompt(request, works);
   std::ranges::move(budgets_of_protected_tokens(request, works), std::back_inserter(summary.warnings));
+  std::ranges::move(budgets_below_reads(works), std::back_inserter(summary.warnings));
   Tally tally;
   std::optional<Error> refused;  // the first trace whose numbers are refused
   for (std::size_t i = 0; i < works.size(); ++i) {

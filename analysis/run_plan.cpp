@@ -482,6 +482,31 @@ std::vector<std::string> budgets_of_protected_tokens(const RunRequest& request, 
   return warnings;
 }
 
+std::vector<std::string> budgets_below_reads(std::span<const TraceWork> works) {
+  struct Below {
+    int read, budget;
+  };
+  std::map<std::string, Below> by_policy;
+  for (const TraceWork& work : works)
+    for (const CellWork& cell : work.cells) {
+      const int budget = cell.facts.budget_tokens;
+      if (cell.facts.role != "asked" || !cell.facts.error.empty()) continue;
+      for (const LayerPlan& of_range : cell.policy.plans(static_cast<int>(work.conditions.layers.size()))) {
+        const int read = std::min(of_range.plan.schedule->least_read(), work.conditions.boundary);
+        if (read <= budget) continue;
+        const auto known = by_policy.try_emplace(cell.facts.label, Below{read, budget}).first;
+        known->second.budget = std::min(known->second.budget, budget);
+      }
+    }
+  std::vector<std::string> warnings;
+  for (const auto& [label, below] : by_policy)
+    warnings.push_back(
+        fmt::format("{}: a query reads at least {} tokens, more than the budget of {}; use a larger "
+                    "budget, or smaller page or least_pages",
+                    label, below.read, below.budget));
+  return warnings;
+}
+
 std::vector<TraceWork> planned_work(const RunRequest& request) {
   check_request(request);
   const Candidates all = candidates(request);

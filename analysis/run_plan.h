@@ -22,4 +22,7 @@ std::vector<std::string> budgets_above_prompt(const RunRequest& request, std::sp
 /// One line for each budget that protected tokens fill in some policy of the request.
 std::vector<std::string> budgets_of_protected_tokens(const RunRequest& request, std::span<const TraceWork> works);
 
+/// One line for each policy of which a query reads more tokens than some budget of the request, with the smallest one.
+std::vector<std::string> budgets_below_reads(std::span<const TraceWork> works);
+
 }  // namespace kvreplay

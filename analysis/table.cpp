@@ -228,7 +228,7 @@ std::string traces_lines(const std::vector<const TraceRecord*>& traces, const La
   const std::size_t count = prompts.size();
   std::vector<std::string> pieces{
       fmt::format("{}{} of {}", traces.size(),
-                  count == traces.size() ? "" : fmt::format(" of {} prompt{}", count, count == 1 ? "" : "s"),
+                  count == traces.size() ? "" : fmt::format(" ({} prompt{})", count, count == 1 ? "" : "s"),
                   models.size() == 1 ? *models.begin() : fmt::format("{} models", models.size())),
       fmt::format("prompt {} + continuation {} tokens", range_of(traces, &TraceRecord::boundary),
                   range_of(traces, [](const TraceRecord* trace) { return trace->continuation(); })),

@@ -205,7 +205,7 @@ def document_rows(document: str) -> list[str]:
 @pytest.mark.parametrize("form", ["--markdown", "--latex"])
 def test_documents_name_a_single_budget_and_unequal_memory(tmp_path: Path, form: str) -> None:
     done("synth", "fixture", "-o", "fixture.h5", folder=tmp_path)
-    done("replay", "fixture.h5", "-p", "h2o,quest", "-b", "4,6", "-o", "out", folder=tmp_path)
+    done("replay", "fixture.h5", "-p", "h2o,quest:page=4,least_pages=1", "-b", "4,6", "-o", "out", folder=tmp_path)
 
     def beside(*words: str) -> list[str]:
         text = done("show", "out", form, *words, folder=tmp_path)
@@ -213,7 +213,7 @@ def test_documents_name_a_single_budget_and_unequal_memory(tmp_path: Path, form:
         assert all(line.startswith("% ") for line in rest) == (form == "--latex")
         return [line.removeprefix("% ") for line in rest]
 
-    memory = "not at equal memory, so never marked as the best: quest"
+    memory = "not at equal memory, so never marked as the best: quest:page=4,least_pages=1"
     [budget, note] = beside("-b", "6", "--wide")
     assert budget.startswith("budget 6 tokens per layer and head on average") and note == memory
     assert beside("--all", "--wide") == [memory]
@@ -520,6 +520,19 @@ def test_the_table_has_the_first_budget_at_which_most_policies_select_tokens(tmp
     assert answer.err.count("\n") == 1
 
 
+def test_policies_that_read_more_than_the_budget_are_named(tmp_path: Path) -> None:
+    done("synth", "needle", "-o", "t.h5", "--layers", "3", "--prompt", "64", folder=tmp_path)
+    words = ["t.h5", "-p", "quest,page-means:page=8,least_pages=2,h2o", "-o", "out"]
+    answer = kvreplay("replay", *words, "-b", "12,20,50", folder=tmp_path)
+    remedy = "use a larger budget, or smaller page or least_pages"
+    assert answer.err.splitlines() == [
+        f"kvreplay: warning: {policy}: a query reads at least {tokens} tokens, more than the budget of 12; {remedy}"
+        for policy, tokens in (("page-means:page=8,least_pages=2", 16), ("quest", 48))
+    ]
+    assert "page-means" not in kvreplay("replay", *words, "-b", "16", folder=tmp_path).err
+    assert not kvreplay("replay", *words, "-b", "48", folder=tmp_path).err
+
+
 def test_families_of_all_policies_have_one_heading_each(tmp_path: Path) -> None:
     done("synth", "needle", "-o", "t.h5", "--layers", "2", "--prompt", "64", folder=tmp_path)
     mixed = "h2o,knorm,tova,keydiff,snapkv,leverage,observed-attention,value-norm,vatp,local,lagkv"
@@ -666,10 +679,10 @@ def test_traces_of_one_prompt_are_one_sample(tmp_path: Path) -> None:
         done("synth", "needle", "-o", f"{name}.h5", "--layers", str(layers), "--prompt", str(prompt), folder=tmp_path)
     done("replay", "a.h5", "b.h5", "-p", "h2o,tova", "-b", "0.2", "-o", "one", folder=tmp_path)
     one = done("show", "one", folder=tmp_path)
-    assert one.startswith("traces   2 of 1 prompt of ") and "2 to 6 layers" in one
+    assert one.startswith("traces   2 (1 prompt) of ") and "2 to 6 layers" in one
     assert "no interval, as all traces have one prompt" in one and "±" not in one
     text = done("replay", "a.h5", "b.h5", "c.h5", "-p", "h2o,tova", "-b", "0.2", "-o", "two", folder=tmp_path)
-    assert text.startswith("traces   3 of 2 prompts of ") and "n = 2" in text
+    assert text.startswith("traces   3 (2 prompts) of ") and "n = 2" in text
     values = [float(as_csv("two", "--each", "--traces", name, "--columns", "recall", "-p", "h2o", folder=tmp_path)[0]
                     ["attention_recall"]) for name in "abc"]  # fmt: skip
     found = as_csv("two", "--columns", "recall", "-p", "h2o", folder=tmp_path)[0]

@@ -20,7 +20,19 @@ pytest.importorskip("duckdb")
 def run(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
     paths = traces / "small.h5", traces / "sliding.h5"
-    done("replay", *paths, "-p", "snapkv,chunkkv,quest", "-b", "0.2", "--save", "attention", "-o", "out", folder=folder)
+    done(
+        "replay",
+        *paths,
+        "-p",
+        "snapkv,chunkkv,quest:least_pages=1",
+        "-b",
+        "0.2",
+        "--save",
+        "attention",
+        "-o",
+        "out",
+        folder=folder,
+    )
     return Run(folder / "out")
 
 

@@ -57,6 +57,8 @@ class PageReadSchedule final : public SparseReads {
 
   ScoredUnit scored_unit() const override { return ScoredUnit::page; }
 
+  int least_read() const override { return part_.least_pages * part_.page; }
+
   LayerReads reads(const LayerView& view, int budget) const override {
     const Matrix& index = page_index(part_, view);
     return {[part = part_, &view, &index, budget](int query) { return pages_read(part, view, index, query, budget); },

@@ -134,7 +134,7 @@ def split_policies(values: Sequence[str]) -> list[str]:
 
 def entries(run: Path, records: str, name: str) -> list[str]:
     """A field of each record in run.json, which describes the last replay into the folder: ("policies", "label") or
-    ("inputs", "path"). None of a file that cannot be read."""
+    ("inputs", "path"). An unreadable file has no records."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return [str(one[name]) for one in json.loads((run / "run.json").read_bytes())[records]]
     return []
