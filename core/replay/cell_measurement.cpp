@@ -60,6 +60,15 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
     if (!job.is_cell() || job.two_walks != second_walk) continue;
     Measured cell{};
     jobs_.guarded(job, [&] {
+      const auto same =
+          job.same >= 0 ? std::ranges::find(to_measure, &jobs_.same(job), &Measured::job) : to_measure.end();
+      if (same != to_measure.end()) {
+        cell = *same;
+        cell.job = &job;
+        job.selections[l].reads = same->selection->reads;
+        cell.selection = &job.selections[l];
+        return;
+      }
       const Timed timed(Work::select, job.policy());
       job.selections[l].reads = reads_of(job.range(view.layer()).plan, view, job.budget);
       cell = prepared(job, view, paired);

@@ -22,8 +22,8 @@ class CellMeasurement {
   struct Measured {
     const Job* job;
     const LayerSelection* selection;
-    std::unique_ptr<StoredLayer> stored = {};      // what the store made of the layer; null: it is as it was
-    std::unique_ptr<EvolvingLayer> evolving = {};  // the same of a store that changes it at each eviction
+    std::shared_ptr<StoredLayer> stored = {};      // what the store made of the layer; null: it is as it was
+    std::shared_ptr<EvolvingLayer> evolving = {};  // the same of a store that changes it at each eviction
     Positions positions = Positions::original;
     std::vector<KeptSet> by_query = {};  // of the block under way, where sets change with time
 

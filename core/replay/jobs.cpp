@@ -121,8 +121,9 @@ int Jobs::known_job(const std::string& label, int budget, double of_seen) const 
 /// The first job of the same policy, where no budget binds it, and its sets are known with their layer.
 int Jobs::same_as(const Job& job, const std::vector<LayerPlan>& plans) const {
   const auto binds = [](const LayerPlan& of_range) {
-    return has_budget(of_range.plan) || of_range.plan.schedule->decided() == Decision::never ||
-           of_range.plan.allocate->from == CountsFrom::all_layers;
+    const bool reads_by_budget =
+        of_range.plan.schedule->decided() == Decision::never && of_range.plan.schedule->has_budget();
+    return has_budget(of_range.plan) || reads_by_budget || of_range.plan.allocate->from == CountsFrom::all_layers;
   };
   if (job.is_known() || job.takes_counts() || std::ranges::any_of(plans, binds)) return no_job;
   const auto policy = [](const Job& of) { return of.cell->policy.name() + ":" + of.cell->policy.params(); };

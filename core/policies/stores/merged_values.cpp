@@ -54,6 +54,30 @@ void erase_numbers(std::vector<T>& elements, std::span<const std::size_t> number
   elements.erase(end, elements.end());
 }
 
+/// The first `most` numbers behind each of several, which are asked for from the last to the first and are not among
+/// them; all are less than `end`.
+class FirstBehind {
+ public:
+  FirstBehind(std::size_t most, std::int32_t end) : most_(most), end_(end) {}
+
+  /// Ascending, of the numbers that `counts`.
+  std::span<const std::int32_t> of(std::int32_t number, const auto& counts) {
+    std::vector<std::int32_t> nearest;
+    for (std::int32_t j = number + 1; j < end_ && nearest.size() < most_; ++j)
+      if (counts(j)) nearest.push_back(j);
+    const std::size_t farther = std::min(most_ - nearest.size(), behind_.size());
+    nearest.insert(nearest.end(), behind_.begin(), behind_.begin() + static_cast<std::ptrdiff_t>(farther));
+    behind_ = std::move(nearest);
+    end_ = number;
+    return behind_;
+  }
+
+ private:
+  std::size_t most_;
+  std::int32_t end_;
+  std::vector<std::int32_t> behind_;
+};
+
 /// The tokens of a KV head that are resident as its queries come, and the attention to them.
 class ResidentTokens {
  public:
@@ -211,23 +235,17 @@ class MergedLayer final : public MergingLayer {
   void add_merges(std::int32_t step, int head, const ResidentTokens& resident, std::span<const std::size_t> evicted) {
     const std::size_t most =
         part_.mean == Mean::later ? resident.numbers().size() : static_cast<std::size_t>(part_.merge);
+    FirstBehind behind(most, static_cast<std::int32_t>(resident.numbers().size()));
     for (std::size_t i = evicted.size(); i-- > 0;) {
       const std::size_t number = evicted[i];
+      const std::span<const std::int32_t> compared =
+          behind.of(static_cast<std::int32_t>(number), [](std::int32_t) { return true; });
+      if (compared.empty()) continue;
       double sum = 0.0;
-      std::size_t compared = 0;
-      std::size_t next_evicted = i + 1;
-      for (std::size_t j = number + 1; j < resident.numbers().size() && compared < most; ++j) {
-        if (next_evicted < evicted.size() && evicted[next_evicted] == j) {
-          ++next_evicted;
-          continue;
-        }
-        sum += resident.attention(j);
-        ++compared;
-      }
-      if (compared == 0) continue;
-      const std::size_t receivers = std::min(compared, static_cast<std::size_t>(part_.merge));
+      for (const std::int32_t j : compared) sum += resident.attention(static_cast<std::size_t>(j));
+      const std::size_t receivers = std::min(compared.size(), static_cast<std::size_t>(part_.merge));
       const std::int32_t token = resident.numbers()[number];
-      const double share = merged_share(resident.attention(number), sum / static_cast<double>(compared),
+      const double share = merged_share(resident.attention(number), sum / static_cast<double>(compared.size()),
                                         chain(part_.seed, view().stored_layer(), head, token));
       if (share > 0)
         merges_[static_cast<std::size_t>(head)].push_back({step, token, share / static_cast<double>(receivers)});
@@ -242,13 +260,12 @@ class MergedLayer final : public MergingLayer {
   }
 
   void merge(int head, std::int32_t step, HeadValues& values) const override {
+    FirstBehind behind(static_cast<std::size_t>(part_.merge), step + 1);
     for (const auto& [_, token, share] :
          std::ranges::equal_range(merges_[static_cast<std::size_t>(head)], step, {}, &Merge::step)) {
       const std::span<const double> evicted = values.of(token);
-      int left = part_.merge;
-      for (std::int32_t j = token + 1; j <= step && left > 0; ++j) {
-        if (!remains(row_of(head), j, step)) continue;
-        --left;
+      for (const std::int32_t j :
+           behind.of(token, [&](std::int32_t one) { return remains(row_of(head), one, step); })) {
         const std::span<double> sum = values.sum_of(j);
         for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += share * evicted[c];
       }
