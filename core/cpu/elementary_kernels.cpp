@@ -37,6 +37,20 @@ void change_all(double* x, std::ptrdiff_t n, double filler, const Change& change
   std::copy_n(rest, n - i, x + i);
 }
 
+double largest(const double* x, std::ptrdiff_t n, double least) {
+  const Tag tag;
+  const auto lanes = static_cast<std::ptrdiff_t>(hn::Lanes(tag));
+  auto a = hn::Set(tag, least), b = a;  // each waits for the one before
+  std::ptrdiff_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    a = hn::Max(a, hn::LoadU(tag, x + i));
+    b = hn::Max(b, hn::LoadU(tag, x + i + lanes));
+  }
+  double most = hn::GetLane(hn::MaxOfLanes(tag, hn::Max(a, b)));
+  for (; i < n; ++i) most = std::max(most, x[i]);
+  return most;
+}
+
 double exponentials(double* x, std::ptrdiff_t n, double most) {
   const Tag tag;
   auto sum = hn::Zero(tag);
@@ -84,7 +98,8 @@ void gumbel_variates(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t 
 }  // namespace
 
 const ElementaryKernels& elementary_table() {
-  static const ElementaryKernels table{.exponentials = exponentials, .gumbel_variates = gumbel_variates};
+  static const ElementaryKernels table{
+      .largest = largest, .exponentials = exponentials, .gumbel_variates = gumbel_variates};
   return table;
 }
 

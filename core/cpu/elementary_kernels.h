@@ -6,8 +6,11 @@
 
 namespace kvreplay {
 
-/// By Highway's polynomials, within 4 units in the last place; the last bits depend on the SIMD level.
+/// Exponentials and logarithms are by Highway's polynomials, within 4 units in the last place; the last bits depend on
+/// the SIMD level.
 struct ElementaryKernels {
+  /// The largest of x[i], i < n, and of `least`.
+  double (*largest)(const double* x, std::ptrdiff_t n, double least);
   /// x[i] = exp(x[i] - most) for i < n, 0 for -infinity; returns their sum.
   double (*exponentials)(double* x, std::ptrdiff_t n, double most);
   /// noise[i] = -ln(-ln u) for i < n, u = uniform(chained(chain, x[i])): variates of the standard Gumbel distribution.

@@ -30,7 +30,7 @@ void QueryLogits::of_each(int query_head, std::span<const std::int32_t> queries,
       rotate(tensors.rope, slot - queries[i], query);
     }
   }
-  keys_.with_each(vectors, 0, logits);
+  keys_.with_each_fused(vectors, 0, logits);
   const double scale = tensors.softmax_scale, cap = tensors.logit_softcap;
   constexpr double invisible = -std::numeric_limits<double>::infinity();
   for (std::size_t i = 0; i < queries.size(); ++i) {

@@ -1,5 +1,5 @@
 // Logits of single queries over the resident tokens, in float64 on this machine: for scores that are not sums of
-// attention, which a backend computes.
+// attention, which a backend computes. Last bits depend on the SIMD level.
 #pragma once
 
 #include <algorithm>

@@ -9,14 +9,14 @@
 namespace kvreplay {
 
 void to_softmax(std::span<double> logits, double sink) {
-  double most = sink;
-  for (const double logit : logits) most = std::max(most, logit);
+  const ElementaryKernels& kernels = elementary_kernels();
+  const auto count = static_cast<std::ptrdiff_t>(logits.size());
+  const double most = kernels.largest(logits.data(), count, sink);
   if (most == -std::numeric_limits<double>::infinity()) {
     std::ranges::fill(logits, 0.0);
     return;
   }
-  const double sum = std::exp(sink - most) +
-                     elementary_kernels().exponentials(logits.data(), static_cast<std::ptrdiff_t>(logits.size()), most);
+  const double sum = std::exp(sink - most) + kernels.exponentials(logits.data(), count, most);
   for (double& weight : logits) weight /= sum;
 }
 

@@ -17,6 +17,20 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 // Four units in the last place.
 constexpr double tolerance = 4 * 0x1p-52;
 
+TEST(Elementary, LargestOfSomeNumbers) {
+  testing::at_every_simd_level([](const char* level) {
+    for (const std::size_t n : {0u, 1u, 7u, 16u, 33u, 300u})
+      for (std::size_t place = 0; place < n; ++place) {
+        std::vector<double> numbers(n, -3);
+        numbers[place] = -1;
+        const auto count = static_cast<std::ptrdiff_t>(n);
+        ASSERT_EQ(elementary_kernels().largest(numbers.data(), count, -infinity), -1) << level << ", n = " << n;
+        ASSERT_EQ(elementary_kernels().largest(numbers.data(), count, -0.5), -0.5) << level << ", n = " << n;
+      }
+    ASSERT_EQ(elementary_kernels().largest(nullptr, 0, -infinity), -infinity) << level;
+  });
+}
+
 TEST(Elementary, ExponentialsAndTheirSumAreThoseOfTheStandardLibrary) {
   testing::at_every_simd_level([](const char* level) {
     for (const std::size_t n : {1u, 2u, 7u, 8u, 9u, 300u}) {

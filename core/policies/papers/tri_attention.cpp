@@ -50,7 +50,7 @@ Matrix distance_scores(const LayerView& view) {
       for (std::size_t i = 0; i < pairs; ++i) {
         const auto [real, imaginary] = pair_place(layer.rope, i);
         sum += turned[i].real() * key[real] + turned[i].imag() * key[imaginary] +
-               excess[i] * std::hypot(key[real], key[imaginary]);
+               excess[i] * std::sqrt(key[real] * key[real] + key[imaginary] * key[imaginary]);
       }
       scores(head, j) = layer.rope.attention_scaling * sum;
     }
