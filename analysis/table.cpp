@@ -194,11 +194,11 @@ Layout layout_of(const TableRows& rows, const Tables& tables, const TableOptions
   std::size_t taken = heads_taken;
   for (const std::size_t width : layout.widths) taken += width + 1;
   if (!options.wide) layout.width = std::clamp(taken + longest, narrow_width, wide_width);
-  layout.name = std::min(longest, longest_name);
+  layout.name = options.wide ? longest : std::min(longest, longest_name);
   return layout;
 }
 
-std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
+std::vector<std::string> trace_pieces(const TraceRecord& trace) {
   const auto treated = static_cast<int>(trace.treated.size());
   const int without_policy = trace.layers - treated - trace.reading_layers;
   const std::string reading =
@@ -214,18 +214,25 @@ std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
   if (trace.synthetic) pieces.emplace_back("synthetic");
   if (trace.is_sampled()) pieces.push_back("ESTIMATE from " + trace.sample_text());
   pieces.emplace_back("OPEN LOOP");
+  return pieces;
+}
+
+std::string trace_lines(const TraceRecord& trace, const Layout& layout) {
   const std::string interval = "± half width of the 95 % interval of an estimate";
-  return wrapped("trace", pieces, "   ", layout.width, 9) +
+  return wrapped("trace", trace_pieces(trace), "   ", layout.width, 9) +
          (trace.is_sampled() ? wrapped("sample", words_of(interval), " ", layout.width, 9) : "");
 }
 
-std::string traces_lines(const std::vector<const TraceRecord*>& traces, const Layout& layout) {
-  std::set<std::string> models, prompts;
-  for (const TraceRecord* trace : traces) {
-    models.insert(trace->model);
-    prompts.insert(prompt_of(*trace));
-  }
-  const std::size_t count = prompts.size();
+std::size_t count_prompts(const std::vector<const TraceRecord*>& traces) {
+  std::set<std::string> prompts;
+  for (const TraceRecord* trace : traces) prompts.insert(prompt_of(*trace));
+  return prompts.size();
+}
+
+std::vector<std::string> traces_pieces(const std::vector<const TraceRecord*>& traces) {
+  std::set<std::string> models;
+  for (const TraceRecord* trace : traces) models.insert(trace->model);
+  const std::size_t count = count_prompts(traces);
   std::vector<std::string> pieces{
       fmt::format("{}{} of {}", traces.size(),
                   count == traces.size() ? "" : fmt::format(" ({} prompt{})", count, count == 1 ? "" : "s"),
@@ -236,13 +243,21 @@ std::string traces_lines(const std::vector<const TraceRecord*>& traces, const La
   if (std::ranges::any_of(traces, &TraceRecord::is_sampled))
     pieces.emplace_back("ESTIMATES from samples of eval queries");
   pieces.emplace_back("OPEN LOOP");
-  const std::string interval = count == 1
-                                   ? "no interval, as all traces have one prompt"
-                                   : fmt::format("± half width of its 95 % interval (Student's t, n = {} prompts{})",
-                                                 count, count < few_prompts ? ", too few" : "");
-  return wrapped("traces", pieces, "   ", layout.width, 9) +
-         wrapped("mean", words_of(interval + "; policies are not paired, kvreplay compare pairs them"), " ",
-                 layout.width, 9);
+  return pieces;
+}
+
+/// What the interval of a mean is.
+std::string interval_text(const std::vector<const TraceRecord*>& traces) {
+  const std::size_t count = count_prompts(traces);
+  if (count == 1) return "no interval, as all traces have one prompt";
+  return fmt::format("± half width of its 95 % interval (Student's t, n = {} prompts{})", count,
+                     count < few_prompts ? "; few give wide intervals" : "");
+}
+
+std::string traces_lines(const std::vector<const TraceRecord*>& traces, const Layout& layout) {
+  const std::string interval = interval_text(traces) + "; policies are not paired, kvreplay compare pairs them";
+  return wrapped("traces", traces_pieces(traces), "   ", layout.width, 9) +
+         wrapped("mean", words_of(interval), " ", layout.width, 9);
 }
 
 /// The tokens that the budgets of some rows allow, at most the whole prompt.
@@ -543,17 +558,23 @@ std::string next_lines(const RunSummary& summary, const TableRows& rows, const L
   return text;
 }
 
-/// How many policies a table omits at a budget, and which it has; empty: none.
-std::string rest_line(const TableRows& all, const TracesRows& part, const BudgetRows& rows) {
+/// How many policies a table omits at a budget, which it has, and how many budgets it omits; empty: none.
+std::string rest_line(const TableRows& all, const TracesRows& part, const BudgetRows& rows, std::size_t budgets,
+                      const Layout& layout) {
   const std::size_t rest = all.rest(*std::ranges::find(part.budgets, rows.budget, &BudgetRows::budget));
-  if (rest == 0) return "";
-  const auto policies = std::ranges::count_if(rows.rows, [](const PolicyRow& row) { return !row.is_control(); });
-  const auto ranked = std::ranges::count_if(rows.rows, [&](const PolicyRow& row) { return all.is_ranked(row); });
-  const std::string order =
-      ranked == 0         ? "the first of the run"
-      : ranked < policies ? fmt::format("the best of equal memory by {}, then the first others", all.headline().title)
-                          : fmt::format("the best of equal memory by {}", all.headline().title);
-  return fmt::format("{} more {} not shown; these are {}\n", rest, rest == 1 ? "policy is" : "policies are", order);
+  std::vector<std::string> omitted;
+  if (rest > 0) omitted.push_back(fmt::format("{} {}", rest, rest == 1 ? "policy" : "policies"));
+  if (budgets > 0) omitted.push_back(fmt::format("{} {}", budgets, budgets == 1 ? "budget" : "budgets"));
+  if (omitted.empty()) return "";
+  std::string line = fmt::format("omitted: {}", fmt::join(omitted, ", "));
+  if (rest > 0) {
+    const auto policies = std::ranges::count_if(rows.rows, [](const PolicyRow& row) { return !row.is_control(); });
+    const auto ranked = std::ranges::count_if(rows.rows, [&](const PolicyRow& row) { return all.is_ranked(row); });
+    line += ranked == 0 ? "; these are the first of the run"
+                        : fmt::format("; these are the best of equal memory by {}{}", all.headline().title,
+                                      ranked < policies ? ", then the first others" : "");
+  }
+  return wrapped("", words_of(line), " ", layout.width, 0);
 }
 
 std::string text_table(const RunSummary& summary, const TableRows& rows, const Tables& tables, const Layout& layout,
@@ -567,13 +588,15 @@ std::string text_table(const RunSummary& summary, const TableRows& rows, const T
   bool omits_rows = false;
   for (const auto& [part, budgets] : tables) {
     text += part->traces.size() > 1 ? traces_lines(part->traces, layout) : trace_lines(*part->traces.front(), layout);
+    const std::string of_budgets = budgets_grid(rows, *part, budgets.size(), layout, options);
     for (const BudgetRows& budget : budgets) {
-      const std::string rest = rest_line(rows, *part, budget);
+      const std::size_t more_budgets = of_budgets.empty() ? part->budgets.size() - budgets.size() : 0;
+      const std::string rest = rest_line(rows, *part, budget, more_budgets, layout);
       omits_rows = omits_rows || !rest.empty();
       text += budget_lines(part->traces, budget, layout) + grid(rows, *part, budget, layout, options) + rest +
               notes(*part, budget, layout) + '\n';
     }
-    text += budgets_grid(rows, *part, budgets.size(), layout, options);
+    text += of_budgets;
     omits_rows = omits_rows || (budgets.size() < part->budgets.size());
   }
   if (std::ranges::find(layout.columns, "skill", &TableColumn::title) != layout.columns.end())
@@ -598,10 +621,16 @@ std::string document(const TableRows& rows, const Tables& tables, Layout layout,
   layout.width = std::numeric_limits<std::size_t>::max();
   std::string below, of_budgets;
   for (const auto& [part, budgets] : tables) {
+    if (part->traces.size() > 1)
+      below += fmt::format("traces {}\nmean {}\n", fmt::join(traces_pieces(part->traces), ", "),
+                           interval_text(part->traces));
+    else
+      below += fmt::format("trace {}\n", fmt::join(trace_pieces(*part->traces.front()), ", "));
     if (budgets.size() == 1)
       below += (tables.size() == 1 ? "" : part->traces.front()->name + ": ") +
                budget_lines(part->traces, budgets.front(), layout);
-    for (const BudgetRows& budget : budgets) below += rest_line(rows, *part, budget) + notes(*part, budget, layout);
+    for (const BudgetRows& budget : budgets)
+      below += rest_line(rows, *part, budget, 0, layout) + notes(*part, budget, layout);
     if (budgets.size() < part->budgets.size())
       of_budgets = fmt::format("{} of {} budgets; --all prints all\n", budgets.size(), part->budgets.size());
   }

@@ -37,6 +37,27 @@ def test_other_forms_of_a_budget_plan_the_same_cells(words, plain, traces: Path,
     assert one["traces"][0]["cells"] == other["traces"][0]["cells"]
 
 
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (
+            ["-p", "h2o", "-b", "0.1", "0.2"],
+            "0.2: a budget and no trace: expected budgets without blanks, as -b 0.1,0.2",
+        ),
+        (
+            ["-p", "h2o", "snapkv", "-b", "6"],
+            "snapkv: a policy and no trace: expected policies without blanks, as -p h2o,",
+        ),
+    ],
+)
+def test_lists_with_blanks_are_no_traces(words, line, traces: Path, tmp_path: Path) -> None:
+    answer = kvreplay("replay", traces / "fixture.h5", *words, folder=tmp_path)
+    assert answer.code == 2 and answer.err.startswith(f"kvreplay: {line}") and answer.err.count("\n") == 1
+    (tmp_path / "0.2").write_bytes((traces / "fixture.h5").read_bytes())
+    (tmp_path / "snapkv").write_bytes((traces / "fixture.h5").read_bytes())
+    done("replay", *words, folder=tmp_path)  # a file of that name is a trace
+
+
 def test_a_compression_ratio_gives_the_results_of_its_budget(traces: Path, tmp_path: Path) -> None:
     words = ["replay", traces / "long.h5", "-p", "snapkv", "--metrics", "attention_recall"]
     done(*words, "--compression-ratio", "0.9", "-o", "ratio", folder=tmp_path)

@@ -452,6 +452,12 @@ def test_generated_texts_have_a_link_and_visible_line_feeds(large, look):
       }""")
     assert link.is_visible()
     assert window.locator("#written dd").all_text_contents()[:2] == ["a↵↵↵\nb", "a↵↵↵\nc"]
+    window.evaluate("page.traces[0].written = null; chooseBudget()")
+    window.wait_for_function("document.querySelector('#written dd').innerText.startsWith('not generated')")
+    assert (
+        window.locator("#written dd").all_text_contents()[1] == "a↵↵↵\nc"
+        and not window.locator("#written mark").count()
+    )
 
 
 def test_a_hostile_prompt_runs_nothing(tmp_path, look):
@@ -799,16 +805,17 @@ def test_tables_are_copied_as_markdown_latex_and_csv(page, real, look):
         policy = label.strip("()").partition(":")[0]
         assert value in recall.loc[[policy]].to_list()  # in full precision
     assert len(table) == 9
-    lines = copied("Markdown").splitlines()
+    *lines, blank, about = copied("Markdown").splitlines()
+    assert blank == "" and TRACE in about and "open loop" in about and "Budget: 0.1 of " in about
     assert lines[0].startswith("| policy | heads | kept |") and re.fullmatch(r"\| --- \| ---( \| ---:)+ \|", lines[1])
     assert len(lines) == 2 + 9 and len({line.count("|") - line.count("\\|") for line in lines}) == 1
     best = window.inner_text("#headline td.best >> nth=0").strip("*\xa0")
     assert f"**{best}**" in "\n".join(lines)
     latex = copied("LaTeX")
     assert f"\\textbf{{{best}}}" in latex and latex.count("\\\\") == 10
-    assert latex.startswith("\\begin{tabular}{ll" + "r" * (len(table.columns) - 1) + "}")
+    assert latex.startswith(f"% {about}\n\\begin{{tabular}}{{ll" + "r" * (len(table.columns) - 1) + "}\n\\toprule\n")
     window.fill("#policies", "kivi")
-    assert len(copied("Markdown").splitlines()) == 3  # the rows that are shown
+    assert len(copied("Markdown").splitlines()) == 3 + 2  # the rows that are shown, and what they are
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -824,7 +831,8 @@ def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
             download.value.save_as(tmp_path / f"{name}.{kind}")
         drawing = ElementTree.parse(tmp_path / f"{name}.SVG").getroot()
         texts = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
-        assert f"{TRACE}, budget 0.1, open loop" in texts and "snapkv:heads=kv" in texts
+        budgets = "all budgets" if chart == "curve-chart" else "budget 0.1"
+        assert f"{TRACE}, {budgets}, open loop" in texts and "snapkv:heads=kv" in texts
         assert "kivi" not in texts  # hidden in the legends of both charts; it has no square
         styles = (tmp_path / f"{name}.SVG").read_text()
         assert not re.search(r"var\(|oklch|class=|light-dark", styles)

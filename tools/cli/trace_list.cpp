@@ -16,6 +16,8 @@
 #include "analysis/csv.h"
 #include "error.h"
 #include "parameters.h"
+#include "policies/text/configured.h"
+#include "policies/text/policy_source.h"
 #include "replay/stored_observables.h"
 
 namespace kvreplay {
@@ -98,10 +100,26 @@ std::vector<ListedTrace> traces_of_manifest(const fs::path& path) {
   return found;
 }
 
+/// Throws Error{usage} for a word of a list of budgets or policies that has a blank in place of a comma.
+void refuse_list_word(const GivenValue& name) {
+  const auto refuse = [&](const char* what, const char* expected) {
+    throw Error{Refusal::usage, name.where, what, expected, name.where == name.text ? "" : name.text};
+  };
+  if (policies().find(name.text) != nullptr)
+    refuse("a policy and no trace", "policies without blanks, as -p h2o,snapkv");
+  try {
+    Budget::parse(name.text);
+  } catch (const Error&) {
+    return;
+  }
+  refuse("a budget and no trace", "budgets without blanks, as -b 0.1,0.2");
+}
+
 std::vector<ListedTrace> traces_of(const GivenValue& name, const fs::path& folder) {
   const fs::path path = folder / name.text;
   std::error_code ignored;
   const bool there = fs::exists(path, ignored);
+  if (!there) refuse_list_word(name);
   if (there && path.extension() == ".csv") return traces_of_manifest(path);
   const bool in_folder = fs::is_directory(path, ignored);
   if (!in_folder && (there || name.text.find_first_of("*?[") == std::string::npos)) return {{path.string()}};

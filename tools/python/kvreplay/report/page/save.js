@@ -18,21 +18,29 @@ function rowsOf(table) {
     }));
 }
 
+/** What the numbers of a table are. */
+function aboutTable(id) {
+  return id === "means" ? `${$("mean-metric").value}, budget ${shown.budget.budget}, open loop. ${$("compared").textContent}`
+    : `${$("line").textContent}, open loop. Budget: ${shown.budget.line}`;
+}
+
+/** Documents say what the numbers are; CSV has the numbers alone. */
 const WRITERS = {
-  Markdown: ([head, ...rows]) => {
+  Markdown: ([head, ...rows], about) => {
     const line = (texts) => `| ${texts.join(" | ")} |`;
     const escaped = (text) => text.replaceAll("|", "\\|").replaceAll("*", "\\*");
     const cell = ({ text, best }) => (best ? `**${text.replace(/\*$/, "")}**` : escaped(text));
     return [line(head.map(cell)), line(head.map((_, i) => (i < NAMES ? "---" : "---:"))),
-      ...rows.map((row) => line(row.map(cell)))].join("\n");
+      ...rows.map((row) => line(row.map(cell))), "", about].join("\n");
   },
-  LaTeX: ([head, ...rows]) => {
+  LaTeX: ([head, ...rows], about) => {
     const escaped = (text) => text.replaceAll("\\", "\\textbackslash ").replace(/[&%$#_{}]/g, "\\$&")
       .replaceAll("~", "\\textasciitilde ").replaceAll("^", "\\textasciicircum ");
     const cell = ({ text, best }) => (best ? `\\textbf{${escaped(text.replace(/\*$/, ""))}}` : escaped(text));
     const line = (row) => `${row.map(cell).join(" & ")} \\\\`;
-    return [`\\begin{tabular}{${"l".repeat(NAMES)}${"r".repeat(head.length - NAMES)}}`, "\\hline", line(head), "\\hline", ...rows.map(line),
-      "\\hline", "\\end{tabular}"].join("\n");
+    return [`% ${about}`, `\\begin{tabular}{${"l".repeat(NAMES)}${"r".repeat(head.length - NAMES)}}`, "\\toprule", line(head), "\\midrule",
+      ...rows.map(line),
+      "\\bottomrule", "\\end{tabular}"].join("\n");
   },
   CSV: (rows) => rows.map((row) => row.flatMap(({ values }) => values).map(String).map((value) =>
     (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value)).join(",")).join("\r\n"),
@@ -43,7 +51,7 @@ function addCopyButtons(place) {
   const buttons = Object.entries(WRITERS).map(([name, write]) => make("button", { type: "button",
     onclick: async () => {
       try {
-        await navigator.clipboard.writeText(`${write(rowsOf($(place.dataset.copy)))}\n`);
+        await navigator.clipboard.writeText(`${write(rowsOf($(place.dataset.copy)), aboutTable(place.dataset.copy))}\n`);
         said.textContent = `copied as ${name}`;
       } catch (problem) {
         said.textContent = `not copied: ${problem.message}`;
@@ -121,7 +129,8 @@ function svgOf(id) {
   const heading = box.querySelector(".axis")?.textContent;
   const [legend, below] = legendBelow(box, width, height + 4);
   height = below;
-  const origin = [shown.trace.name, `budget ${shown.budget.budget}`, "open loop"].join(", ");
+  const { at } = document.querySelector(`[data-save="${id}"]`).dataset;
+  const origin = [shown.trace.name, at ?? `budget ${shown.budget.budget}`, "open loop"].join(", ");
   const ground = plainColour(getComputedStyle(document.documentElement).backgroundColor);
   const body = make("g", { transform: `translate(0 ${heading ? 24 : 0})` }, ...drawing.childNodes, legend,
     make("text", { x: 10, y: height, ...textStyle() }, origin));

@@ -96,7 +96,7 @@ function drawTable(trace, budget) {
     make("td", { colspan: columns.length + 1 }, `failed: ${cell.error}`)));
   $("headline").replaceChildren(make("thead", {}, ...(live ? [kinds] : []), head),
     ...bodies.filter(Boolean), make("tbody", {}, ...none, ...failed));
-  $("budget-line").textContent = (page.traces.length > 1 ? `${trace.name}: ` : "") + budget.line;
+  $("budget-line").textContent = (page.over_traces || page.traces.length > 1 ? `${trace.name}: ` : "") + budget.line;
   $("own-memory").textContent = cells.some((cell) => groupOf(cell) === OWN_MEMORY) ? budget.own_memory : "";
   $("skill").textContent = trace.skill;
   markSelected();

@@ -14,15 +14,16 @@ function withLineFeeds(text) {
 
 function drawWriting(trace, budget) {
   const cells = budget.cells.filter((cell) => typeof cell.written === "string" && cell.label !== "full");
-  const isMissing = trace.written === null || !cells.length;
+  const isMissing = !cells.length;
   document.getElementById("writing").hidden = isMissing;
   document.querySelector("a[href='#writing']").hidden = isMissing;
-  if (trace.written === null) return;
+  const reference = trace.written ?? "";
   const entries = cells.flatMap((cell) => {
-    const at = alike(cell.written, trace.written);
+    const at = trace.written === null ? cell.written.length : alike(cell.written, reference);
     const rest = at < cell.written.length ? make("mark", {}, withLineFeeds(cell.written.slice(at))) : "";
     return [make("dt", {}, cell.label), make("dd", {}, withLineFeeds(cell.written.slice(0, at)), rest)];
   });
   document.getElementById("written").replaceChildren(
-    make("dt", {}, "full cache"), make("dd", {}, withLineFeeds(trace.written)), ...entries);
+    make("dt", {}, "full cache"), make("dd", {}, trace.written === null
+      ? "not generated: kvreplay live RUN -p full --generate N adds it" : withLineFeeds(reference)), ...entries);
 }
