@@ -1,12 +1,12 @@
 // The general comparison, plainly: two softmaxes written out in float64.
 #include <algorithm>
-#include <array>
 #include <cassert>
 #include <cmath>
 #include <cstddef>
 #include <limits>
 #include <numbers>
 #include <numeric>
+#include <utility>
 
 #include "attention/rope.h"
 #include "attention/row_sums.h"
@@ -17,10 +17,24 @@ namespace {
 
 // Rows that read each key once.
 constexpr int rows_at_once = 48;
-// Keys whose values are widened at a time.
+// Keys whose weighted values are summed before they join those of the keys before.
 constexpr int chunk_keys = 256;
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
+int rounded_up(int count, int step) { return (count + step - 1) / step * step; }
+
+/// The kernels of the backend, and what a thread works in.
+struct Worker {
+  const TileKernels& tiles;
+  const ComparisonKernels& sums;
+  ThreadScratch& scratch;
+
+  void widen(const TensorView& tensor, int head, int token, double* out) const {
+    float* vector = scratch.staging.at_least(at(tensor.dim));
+    tiles.widen(tensor.row(head, token), tensor.dtype, tensor.dim, vector);
+    std::copy_n(vector, tensor.dim, out);
+  }
+};
 
 struct Row {
   int head = 0;
@@ -28,109 +42,156 @@ struct Row {
   QueryPlace place;
 };
 
-/// Logits -> weights in place; -infinity is a key that does not take part, or no sink logit.
-void softmax(std::span<double> row, double sink) {
-  const double highest = *std::max_element(row.begin(), row.end());
-  double sum = sink_weight(sink * std::numbers::log2e, highest * std::numbers::log2e);
-  for (double& x : row) {
-    x = x == -HUGE_VAL ? 0.0 : std::exp(x - highest);
-    if (x < least_weight) x = 0.0;
-    sum += x;
+/// Numbers of rows at some columns, [groups, columns, lanes]. The rows of a group stand side by side, as many as a tile
+/// of float64 is wide; the last group is padded.
+struct LaneMatrix {
+  LaneMatrix() = default;
+  LaneMatrix(AlignedBuffer<double>& buffer, const TileKernels& tiles, int rows, int column_count, double filler)
+      : lanes(tiles.wide_keys), groups((rows + lanes - 1) / lanes), columns(column_count) {
+    const std::size_t count = product(groups * lanes, columns);
+    numbers = buffer.at_least(count);
+    std::fill_n(numbers, count, filler);
   }
-  for (double& x : row) x /= sum;
+
+  double* group(int g) const { return numbers + product(g * lanes, columns); }
+  /// The numbers of a row are `lanes` apart.
+  double* row(int r) const { return group(r / lanes) + r % lanes; }
+
+  int lanes = 0;
+  int groups = 0;
+  int columns = 0;
+  double* numbers = nullptr;
+};
+
+/// Logits of a group -> weights in place, for as many rows as there are sink logits; -infinity is a key that does not
+/// take part, or no sink logit.
+void softmax(const LaneMatrix& matrix, int group, std::span<const double> sinks) {
+  const auto lanes = at(matrix.lanes);
+  double* const begin = matrix.group(group);
+  double* const end = begin + product(matrix.columns, matrix.lanes);
+  std::vector<double> highest(lanes, -HUGE_VAL), sum(lanes, 1.0);
+  for (const double* x = begin; x != end; x += lanes)
+    for (std::size_t lane = 0; lane < lanes; ++lane) highest[lane] = std::max(highest[lane], x[lane]);
+  for (std::size_t lane = 0; lane < sinks.size(); ++lane)
+    sum[lane] = sink_weight(sinks[lane] * std::numbers::log2e, highest[lane] * std::numbers::log2e);
+  for (double* x = begin; x != end; x += lanes)
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+      x[lane] = x[lane] == -HUGE_VAL ? 0.0 : std::exp(x[lane] - highest[lane]);
+      if (x[lane] < least_weight) x[lane] = 0.0;
+      sum[lane] += x[lane];
+    }
+  for (double* x = begin; x != end; x += lanes)
+    for (std::size_t lane = 0; lane < lanes; ++lane) x[lane] /= sum[lane];
 }
 
-void add(Alignment& alignment, double full, double stored) {
-  alignment.dot += full * stored;
-  alignment.full_square += full * full;
-  alignment.stored_square += stored * stored;
-}
-
-void widen(const TileKernels& kernels, ThreadScratch& mine, const TensorView& tensor, int head, int token,
-           double* out) {
-  float* vector = mine.staging.at_least(at(tensor.dim));
-  kernels.widen(tensor.row(head, token), tensor.dtype, tensor.dim, vector);
-  std::copy_n(vector, tensor.dim, out);
-}
-
-/// out(i, j, <row i, key j>); row_vector(i, at) and key_vector(j, at) write vectors of `dim` numbers.
-void for_products(const TileKernels& kernels, ThreadScratch& mine, int dim, int rows, int keys, const auto& row_vector,
-                  const auto& key_vector, const auto& out) {
-  const int panels = (rows + kernels.rows - 1) / kernels.rows;
-  double* packed_rows = mine.wide_rows.at_least(product(panels * kernels.rows, dim));
-  double* vectors = mine.sums.at_least(product(std::max(kernels.rows, kernels.wide_keys), dim));
-  double* packed_keys = mine.wide_keys.at_least(product(kernels.wide_keys, dim));
-  double* products = mine.wide_products.at_least(product(kernels.rows, kernels.wide_keys));
-  for (int first = 0; first < rows; first += kernels.rows) {
-    const int count = std::min(kernels.rows, rows - first);
+/// out(first, count, i, products): <row, key i> of `count` rows from `first` on; row_vector(r, at) and
+/// key_vector(i, at) write vectors of `dim` numbers.
+void for_products(const Worker& worker, int dim, int rows, int keys, const auto& row_vector, const auto& key_vector,
+                  const auto& out) {
+  const auto& [tiles, sums, scratch] = worker;
+  const int lanes = tiles.wide_keys;
+  double* packed_rows = scratch.wide_rows.at_least(product(rounded_up(rows, lanes), dim));
+  double* vectors = scratch.sums.at_least(product(std::max(tiles.rows, lanes), dim));
+  double* packed_keys = scratch.wide_keys.at_least(product(tiles.rows, dim));
+  double* products = scratch.wide_products.at_least(product(tiles.rows, lanes));
+  for (int first = 0; first < rows; first += lanes) {
+    const int count = std::min(lanes, rows - first);
     for (int r = 0; r < count; ++r) row_vector(first + r, vectors + product(r, dim));
-    kernels.wide_pack(vectors, count, dim, kernels.rows, packed_rows + product(first, dim));
+    tiles.wide_pack(vectors, count, dim, lanes, packed_rows + product(first, dim));
   }
-  for (int begin = 0; begin < keys; begin += kernels.wide_keys) {
-    const int count = std::min(kernels.wide_keys, keys - begin);
+  for (int begin = 0; begin < keys; begin += tiles.rows) {
+    const int count = std::min(tiles.rows, keys - begin);
     for (int i = 0; i < count; ++i) key_vector(begin + i, vectors + product(i, dim));
-    kernels.wide_pack(vectors, count, dim, kernels.wide_keys, packed_keys);
-    for (int first = 0; first < rows; first += kernels.rows) {
-      const int some = std::min(kernels.rows, rows - first);
-      kernels.wide_products(packed_rows + product(first, dim), packed_keys, dim, some, products);
-      for (int r = 0; r < some; ++r)
-        for (int i = 0; i < count; ++i) out(first + r, begin + i, products[product(r, kernels.wide_keys) + at(i)]);
+    tiles.wide_pack(vectors, count, dim, tiles.rows, packed_keys);
+    for (int first = 0; first < rows; first += lanes) {
+      tiles.wide_products(packed_keys, packed_rows + product(first, dim), dim, count, products);
+      for (int i = 0; i < count; ++i)
+        out(first, std::min(lanes, rows - first), begin + i, products + product(i, lanes));
     }
   }
 }
 
-double logit(const LayerTensors& layer, double product) {
-  const double z = static_cast<double>(layer.softmax_scale) * product;
-  const double cap = static_cast<double>(layer.logit_softcap);
-  return cap > 0.0 ? cap * std::tanh(z / cap) : z;
-}
+/// <q, k> -> logit.
+class Logit {
+ public:
+  explicit Logit(const LayerTensors& layer)
+      : scale_(static_cast<double>(layer.softmax_scale)), cap_(static_cast<double>(layer.logit_softcap)) {}
 
-/// weights[rows, width] * values -> [rows, padded], a multiple of wide_keys numbers for each row; value(i, at) writes
-/// the value of column i. Columns that no row weighs add nothing, and their values are not read.
-std::vector<double> weighted_sums(const TileKernels& kernels, ThreadScratch& mine, std::span<const double> weights,
-                                  int rows, int width, int padded, const auto& value) {
-  std::vector<double> outputs(product(rows, padded));
-  double* packed_weights = mine.wide_rows.at_least(product(kernels.rows, chunk_keys));
-  double* vector = mine.sums.at_least(at(padded));
-  double* packed_values = mine.wide_keys.at_least(product(chunk_keys, padded));
-  double* products = mine.wide_products.at_least(product(kernels.rows, kernels.wide_keys));
+  double operator()(double product) const {
+    const double z = scale_ * product;
+    return cap_ > 0.0 ? cap_ * std::tanh(z / cap_) : z;
+  }
+
+ private:
+  double scale_;
+  double cap_;
+};
+
+/// Σ over columns of weights * values -> [rows, dim]; value(number, at) writes the value of the column with a number.
+/// Numbers ascend.
+LaneMatrix weighted_sums(const Worker& worker, const LaneMatrix& weights, std::span<const std::int32_t> numbers,
+                         int dim, AlignedBuffer<double>& buffer, const auto& value) {
+  const auto& [tiles, sums, scratch] = worker;
+  const int lanes = weights.lanes, padded = rounded_up(dim, tiles.rows);
+  const LaneMatrix outputs(buffer, tiles, weights.groups * lanes, padded, 0.0);
+  double* vector = scratch.sums.at_least(at(padded));
+  double* values = scratch.wide_keys.at_least(product(chunk_keys, padded));  // [padded / rows, chunk_keys, rows]
+  double* products = scratch.wide_products.at_least(product(tiles.rows, lanes));
   std::fill_n(vector, padded, 0.0);
-  std::array<int, chunk_keys> columns;
-  for (int begin = 0; begin < width; begin += chunk_keys) {
-    int count = 0;
-    for (int i = begin; i < std::min(begin + chunk_keys, width); ++i) {
-      bool weighs = false;
-      for (int row = 0; row < rows; ++row) weighs |= weights[product(row, width) + at(i)] != 0.0;
-      if (weighs) columns[at(count++)] = i;
+  for (std::size_t begin = 0, end = 0; begin < numbers.size(); begin = end) {
+    for (; end < numbers.size() && numbers[end] / chunk_keys == numbers[begin] / chunk_keys; ++end) {
+      value(numbers[end], vector);
+      for (int c = 0; c < padded; c += tiles.rows)
+        std::copy_n(vector + c, tiles.rows, values + product(c, chunk_keys) + (end - begin) * at(tiles.rows));
     }
-    // [padded / wide_keys, chunk_keys, wide_keys]
-    for (int i = 0; i < count; ++i) {
-      value(columns[at(i)], vector);
-      for (int c = 0; c < padded; c += kernels.wide_keys)
-        std::copy_n(vector + c, kernels.wide_keys,
-                    packed_values + product(c, chunk_keys) + product(i, kernels.wide_keys));
-    }
-    for (int first = 0; first < rows; first += kernels.rows) {
-      const int some = std::min(kernels.rows, rows - first);
-      for (int i = 0; i < count; ++i)
-        for (int r = 0; r < kernels.rows; ++r)
-          packed_weights[product(i, kernels.rows) + at(r)] =
-              r < some ? weights[product(first + r, width) + at(columns[at(i)])] : 0.0;
-      for (int c = 0; c < padded; c += kernels.wide_keys) {
-        kernels.wide_products(packed_weights, packed_values + product(c, chunk_keys), count, some, products);
-        for (int r = 0; r < some; ++r)
-          for (int i = 0; i < kernels.wide_keys; ++i)
-            outputs[product(first + r, padded) + at(c + i)] += products[product(r, kernels.wide_keys) + at(i)];
+    for (int group = 0; group < weights.groups; ++group) {
+      for (int c = 0; c < padded; c += tiles.rows) {
+        tiles.wide_products(values + product(c, chunk_keys), weights.group(group) + begin * at(lanes),
+                            static_cast<int>(end - begin), tiles.rows, products);
+        double* out = outputs.group(group) + product(c, lanes);
+        for (std::size_t i = 0; i < product(tiles.rows, lanes); ++i) out[i] += products[i];
       }
     }
   }
   return outputs;
 }
 
+/// Keys that are columns of a matrix, as numbers from the block's first key on.
+struct Columns {
+  Columns() = default;
+  Columns(std::vector<std::int32_t> ascending, int first_key, int boundary) : numbers(std::move(ascending)) {
+    prompt = below(boundary - first_key);
+    sinks = std::min(prompt, below(sink_tokens - first_key));
+  }
+
+  int count() const { return static_cast<int>(numbers.size()); }
+  int below(int number) const { return static_cast<int>(std::ranges::lower_bound(numbers, number) - numbers.begin()); }
+
+  std::vector<std::int32_t> numbers;
+  int sinks = 0;   // of the first tokens, below the boundary
+  int prompt = 0;  // below the boundary
+};
+
+/// Sums over columns of the products of full and stored numbers, and of the squares of the stored ones.
+struct AlignmentSums {
+  explicit AlignmentSums(int lanes) : dot(at(lanes)), square(at(lanes)) {}
+
+  void store(Alignment Comparison::* part, std::span<Comparison> rows) const {
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+      (rows[row].*part).dot = dot[row];
+      (rows[row].*part).stored_square = square[row];
+    }
+  }
+
+  std::vector<double> dot, square;
+};
+
 /// Rows of one KV head, and their full attention to keys [first_key, end_key).
-struct Block {
-  Block(const LayerTensors& of_layer, std::span<const QueryPlace> places, int of_head, int first_query, int end_query)
-      : layer(of_layer), kv_head(of_head), queries(end_query - first_query) {
+class Block {
+ public:
+  Block(const Worker& with, const LayerTensors& of_layer, std::span<const QueryPlace> places, int of_head,
+        int first_query, int end_query)
+      : worker(with), layer(of_layer), kv_head(of_head), queries(end_query - first_query) {
     const int group = layer.group();
     first_key = std::numeric_limits<int>::max();
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -141,44 +202,104 @@ struct Block {
         end_key = std::max(end_key, place.end);
       }
     }
+    full.resize(rows.size());
   }
 
   int row_count() const { return static_cast<int>(rows.size()); }
   int width() const { return end_key - first_key; }
-  std::size_t column(int row, int key) const { return product(row, width()) + at(key - first_key); }
   bool sees(int row, int key) const { return key >= rows[at(row)].place.first && key < rows[at(row)].place.end; }
-  std::vector<double> no_logits() const { return std::vector<double>(product(row_count(), width()), -HUGE_VAL); }
-  void make_weights(std::vector<double>& of_rows) const {
-    for (int row = 0; row < row_count(); ++row)
-      softmax(std::span(of_rows).subspan(product(row, width()), at(width())), layer.sink(rows[at(row)].head));
+
+  LaneMatrix no_logits(AlignedBuffer<double>& buffer, int columns) const {
+    return {buffer, worker.tiles, row_count(), columns, -HUGE_VAL};
   }
 
-  /// Logits, weights and outputs.
-  void attend(const TileKernels& kernels, ThreadScratch& mine, int padded) {
-    logits = no_logits();
+  /// Logits, weights and outputs, and the sums of them alone.
+  void attend(int boundary) {
+    std::vector<std::int32_t> numbers(at(width()));
+    std::iota(numbers.begin(), numbers.end(), 0);
+    const Columns columns(std::move(numbers), first_key, boundary);
+    logits = no_logits(worker.scratch.full_logits, width());
     for_products(
-        kernels, mine, layer.q.dim, row_count(), width(),
-        [&](int row, double* out) {
-          widen(kernels, mine, layer.q, rows[at(row)].head, rows[at(row)].place.stored, out);
-        },
-        [&](int i, double* out) { widen(kernels, mine, layer.k, kv_head, first_key + i, out); },
-        [&](int row, int i, double product) {
-          if (sees(row, first_key + i)) logits[column(row, first_key + i)] = logit(layer, product);
+        worker, layer.q.dim, row_count(), width(),
+        [&](int row, double* out) { worker.widen(layer.q, rows[at(row)].head, rows[at(row)].place.stored, out); },
+        [&](int i, double* out) { worker.widen(layer.k, kv_head, first_key + i, out); },
+        [&, logit = Logit(layer)](int first, int count, int i, const double* products) {
+          double* out = logits.row(first) + product(i, logits.lanes);
+          for (int r = 0; r < count; ++r)
+            if (sees(first + r, first_key + i)) out[r] = logit(products[r]);
         });
-    weights = logits;
+    weights = no_logits(worker.scratch.full_weights, width());
+    std::copy_n(logits.numbers, product(logits.groups * logits.lanes, width()), weights.numbers);
     make_weights(weights);
-    outputs = weighted_sums(kernels, mine, weights, row_count(), width(), padded,
-                            [&](int i, double* out) { widen(kernels, mine, layer.v, kv_head, first_key + i, out); });
+    compare_logits(columns, logits, full);
+    compare_weights(columns, weights, full);
+    for (Comparison& row : full) {
+      for (Alignment* part : {&row.all, &row.prompt, &row.nosink, &row.logits}) part->full_square = part->stored_square;
+      if (!layer.sinks.empty()) row.full_mass = row.mass;
+    }
+    outputs = weighted_sums(worker, weights, columns.numbers, layer.v.dim, worker.scratch.full_outputs,
+                            [&](int i, double* out) { worker.widen(layer.v, kv_head, first_key + i, out); });
   }
 
+  void make_weights(const LaneMatrix& matrix) const {
+    std::vector<double> sinks;
+    for (const Row& row : rows) sinks.push_back(layer.sink(row.head));
+    for (int group = 0; group < matrix.groups; ++group) softmax(matrix, group, rows_of_group(std::span(sinks), group));
+  }
+
+  void compare_logits(const Columns& columns, const LaneMatrix& stored, std::span<Comparison> compared) const {
+    for (int group = 0; group < logits.groups; ++group) {
+      const std::span<Comparison> of_rows = rows_of_group(compared, group);
+      AlignmentSums sums(logits.lanes);
+      align(logits, columns, stored, group, 0, columns.prompt, sums);
+      sums.store(&Comparison::logits, of_rows);
+      std::vector<double> mass(at(logits.lanes));
+      worker.sums.add_held(weights.group(group), columns.numbers.data(), stored.group(group), columns.count(),
+                           mass.data());
+      for (std::size_t row = 0; row < of_rows.size(); ++row) of_rows[row].mass = mass[row];
+    }
+  }
+
+  void compare_weights(const Columns& columns, const LaneMatrix& stored, std::span<Comparison> compared) const {
+    for (int group = 0; group < weights.groups; ++group) {
+      const std::span<Comparison> of_rows = rows_of_group(compared, group);
+      AlignmentSums all(weights.lanes), nosink(weights.lanes);
+      align(weights, columns, stored, group, columns.sinks, columns.prompt, nosink);
+      nosink.store(&Comparison::nosink, of_rows);
+      align(weights, columns, stored, group, 0, columns.prompt, all);
+      all.store(&Comparison::prompt, of_rows);
+      align(weights, columns, stored, group, columns.prompt, columns.count(), all);
+      all.store(&Comparison::all, of_rows);
+      std::vector<double> l1(at(weights.lanes));
+      worker.sums.add_distances(weights.group(group), width(), columns.numbers.data(), stored.group(group),
+                                columns.count(), l1.data());
+      for (std::size_t row = 0; row < of_rows.size(); ++row) of_rows[row].l1 = l1[row];
+    }
+  }
+
+  const Worker& worker;
   const LayerTensors& layer;
   int kv_head;
   int queries;  // of each query head
   int first_key = 0;
   int end_key = 0;
-  std::vector<Row> rows;                // query heads, the queries of each
-  std::vector<double> logits, weights;  // [rows, width]
-  std::vector<double> outputs;          // [rows, padded]
+  std::vector<Row> rows;         // query heads, the queries of each
+  LaneMatrix logits, weights;    // of all keys
+  LaneMatrix outputs;            // a column for each number of a value
+  std::vector<Comparison> full;  // of each row with itself
+
+ private:
+  template <class T>
+  std::span<T> rows_of_group(std::span<T> of_rows, int group) const {
+    const std::size_t first = product(group, worker.tiles.wide_keys);
+    return of_rows.subspan(first, std::min(at(worker.tiles.wide_keys), of_rows.size() - first));
+  }
+
+  void align(const LaneMatrix& all, const Columns& columns, const LaneMatrix& stored, int group, int begin, int end,
+             AlignmentSums& sums) const {
+    worker.sums.align(all.group(group), columns.numbers.data(), stored.group(group), begin, end, sums.dot.data(),
+                      sums.square.data());
+  }
 };
 
 /// No key of a set moves by more than the number of those that went.
@@ -195,19 +316,29 @@ int farthest_move(std::span<const ChangedSet> sets) {
 /// A set's attention in a block.
 class ChangedBlock {
  public:
-  ChangedBlock(const TileKernels& kernels, ThreadScratch& mine, const BackwardRotation& rotation,
-               const ChangedSet& changed, const Block& block, int boundary)
-      : kernels_(kernels),
-        mine_(mine),
-        rotation_(rotation),
-        changed_(changed),
-        block_(block),
-        boundary_(boundary),
-        weights_(block.no_logits()) {
+  ChangedBlock(const BackwardRotation& rotation, const ChangedSet& changed, const Block& block, int boundary)
+      : worker_(block.worker), rotation_(rotation), changed_(changed), block_(block) {
+    std::vector<RowOfSet> distinct;
+    std::vector<bool> own(at(block.width()));
+    int last_first = block.first_key, first_end = block.end_key;  // keys between them are seen by all rows
     for (const Row& row : block.rows) {
       const KeptSet& kept = changed.kept[changed.kept.size() == 1 ? 0 : at(row.query)];
       sets_.push_back({&kept, kept.row_of(row.head, block.layer.group())});
+      if (std::ranges::find(distinct, sets_.back()) == distinct.end()) distinct.push_back(sets_.back());
+      own[at(row.place.own - block.first_key)] = true;
+      last_first = std::max(last_first, row.place.first);
+      first_end = std::min(first_end, row.place.end);
     }
+    std::vector<std::int32_t> numbers;
+    for (int i = 0; i < block.width(); ++i) {
+      const int key = block.first_key + i;
+      const auto holders = std::ranges::count_if(distinct, [&](const RowOfSet& set) { return set.keeps(key); });
+      if (holders == 0 && !own[at(i)]) continue;
+      numbers.push_back(i);
+      shared_.push_back(holders == std::ssize(distinct) && key >= last_first && key < first_end);
+    }
+    columns_ = Columns(std::move(numbers), block.first_key, boundary);
+    weights_ = block.no_logits(worker_.scratch.set_weights, columns_.count());
   }
 
   std::vector<Comparison> compare() {
@@ -216,21 +347,20 @@ class ChangedBlock {
     } else {
       compute_logits();
     }
-    std::vector<Comparison> compared(block_.rows.size());
-    for (int row = 0; row < block_.row_count(); ++row) compare_logits(row, compared[at(row)].logits);
+    std::vector<Comparison> compared = block_.full;
+    block_.compare_logits(columns_, weights_, compared);
     if (changed_.weights != nullptr) weigh_tokens();
     block_.make_weights(weights_);
-    for (int row = 0; row < block_.row_count(); ++row) compare_weights(row, compared[at(row)]);
+    block_.compare_weights(columns_, weights_, compared);
     return compared;
   }
 
-  /// [rows, padded], after compare().
-  std::vector<double> outputs(int padded) const {
-    if (changed_.values != nullptr) return evolving_outputs(padded);
-    return weighted_sums(kernels_, mine_, weights_, block_.row_count(), block_.width(), padded,
-                         [&](int i, double* out) {
-                           widen(kernels_, mine_, changed_.stored.v, block_.kv_head, block_.first_key + i, out);
-                         });
+  /// A column for each number of a value, after compare().
+  LaneMatrix outputs() const {
+    if (changed_.values != nullptr) return evolving_outputs();
+    return weighted_sums(
+        worker_, weights_, columns_.numbers, dim(), worker_.scratch.set_outputs,
+        [&](int i, double* out) { worker_.widen(changed_.stored.v, block_.kv_head, block_.first_key + i, out); });
   }
 
  private:
@@ -238,20 +368,27 @@ class ChangedBlock {
     const KeptSet* set;
     int row;
     bool operator==(const RowOfSet&) const = default;
+    bool keeps(int key) const { return key >= set->tokens() || set->keeps(row, key); }
   };
 
   bool moves() const { return changed_.positions == Positions::cache; }  // resident keys up to their slots
-  bool resident(int row, int key) const {
-    const auto& [set, of_set] = sets_[at(row)];
-    return key >= set->tokens() || set->keeps(of_set, key);
+  int dim() const { return block_.layer.v.dim; }
+  int key_of(int column) const { return block_.first_key + columns_.numbers[at(column)]; }
+  bool holds(int row, int key) const { return key == block_.rows[at(row)].place.own || sets_[at(row)].keeps(key); }
+  bool reads(int row, int column) const {
+    const int key = key_of(column);
+    return shared_[at(column)] || (block_.sees(row, key) && holds(row, key));
   }
-  bool holds(int row, int key) const { return key == block_.rows[at(row)].place.own || resident(row, key); }
 
   void copy_logits() {
-    for (int row = 0; row < block_.row_count(); ++row) {
-      const QueryPlace& place = block_.rows[at(row)].place;
-      for (int key = place.first; key < place.end; ++key)
-        if (holds(row, key)) weights_[block_.column(row, key)] = block_.logits[block_.column(row, key)];
+    for (int row = 0; row < block_.row_count(); row += weights_.lanes) {
+      const int lanes = std::min(weights_.lanes, block_.row_count() - row);
+      for (int column = 0; column < columns_.count(); ++column) {
+        const double* full = block_.logits.row(row) + product(columns_.numbers[at(column)], weights_.lanes);
+        double* out = weights_.row(row) + product(column, weights_.lanes);
+        for (int lane = 0; lane < lanes; ++lane)
+          if (reads(row + lane, column)) out[lane] = full[lane];
+      }
     }
   }
 
@@ -273,114 +410,109 @@ class ChangedBlock {
   void compute_logits() {
     const LayerTensors& layer = block_.layer;
     const TensorView& stored_keys = changed_.stored.k;
-    std::vector<int> keys;                       // that some row holds
+    std::vector<double*> logits;  // of each row
+    for (int row = 0; row < block_.row_count(); ++row) logits.push_back(weights_.row(row));
+    std::vector<int> columns;                    // that some row reads
     std::vector<int> moved(at(block_.end_key));  // by how much each is nearer the beginning, negative
     for (const std::vector<int>& members : rows_of_same_places()) {
       int slot = 0;
       for (int key = 0; moves() && key < block_.end_key; ++key) {
         moved[at(key)] = slot - key;
-        if (resident(members.front(), key)) ++slot;
+        if (sets_[at(members.front())].keeps(key)) ++slot;
       }
-      keys.clear();
-      for (int key = block_.first_key; key < block_.end_key; ++key)
-        if (std::ranges::any_of(members, [&](int row) { return holds(row, key); })) keys.push_back(key);
+      columns.clear();
+      for (int column = 0; column < columns_.count(); ++column)
+        if (std::ranges::any_of(members, [&](int row) { return reads(row, column); })) columns.push_back(column);
       for_products(
-          kernels_, mine_, layer.q.dim, static_cast<int>(members.size()), static_cast<int>(keys.size()),
+          worker_, layer.q.dim, static_cast<int>(members.size()), static_cast<int>(columns.size()),
           [&](int member, double* out) {
             const Row& row = block_.rows[at(members[at(member)])];
-            widen(kernels_, mine_, layer.q, row.head, row.place.stored, out);
+            worker_.widen(layer.q, row.head, row.place.stored, out);
             rotation_.apply(moved[at(row.place.own)], {out, at(layer.q.dim)});
           },
           [&](int i, double* out) {
-            widen(kernels_, mine_, stored_keys, block_.kv_head, keys[at(i)], out);
-            rotation_.apply(moved[at(keys[at(i)])], {out, at(stored_keys.dim)});
+            const int key = key_of(columns[at(i)]);
+            worker_.widen(stored_keys, block_.kv_head, key, out);
+            rotation_.apply(moved[at(key)], {out, at(stored_keys.dim)});
           },
-          [&](int member, int i, double product) {
-            const int row = members[at(member)];
-            const int key = keys[at(i)];
-            if (block_.sees(row, key) && holds(row, key)) weights_[block_.column(row, key)] = logit(layer, product);
+          [&, logit = Logit(layer)](int first, int count, int i, const double* products) {
+            const int column = columns[at(i)];
+            const bool shared = shared_[at(column)];
+            for (int r = 0; r < count; ++r) {
+              const int row = members[at(first + r)];
+              if (shared || reads(row, column)) logits[at(row)][product(column, weights_.lanes)] = logit(products[r]);
+            }
           });
     }
   }
 
-  void compare_logits(int row, Alignment& logits) const {
-    const QueryPlace& place = block_.rows[at(row)].place;
-    for (int key = place.first; key < std::min(boundary_, place.end); ++key) {
-      const double stored = weights_[block_.column(row, key)];
-      add(logits, block_.logits[block_.column(row, key)], stored == -HUGE_VAL ? 0.0 : stored);
-    }
-  }
-
   void weigh_tokens() {
+    std::vector<double> logits;
     for (int row = 0; row < block_.row_count(); ++row) {
       const auto& [head, query, place] = block_.rows[at(row)];
-      (*changed_.weights)(head, place.own, place.first,
-                          std::span(weights_).subspan(block_.column(row, place.first), at(place.end - place.first)));
+      const int begin = columns_.below(place.first - block_.first_key),
+                end = columns_.below(place.end - block_.first_key);
+      double* of_row = weights_.row(row);
+      logits.assign(at(place.end - place.first), -HUGE_VAL);
+      const auto place_of = [&](int column) -> double& { return logits[at(key_of(column) - place.first)]; };
+      for (int column = begin; column < end; ++column) place_of(column) = of_row[product(column, weights_.lanes)];
+      (*changed_.weights)(head, place.own, place.first, logits);
+      for (int column = begin; column < end; ++column) of_row[product(column, weights_.lanes)] = place_of(column);
     }
   }
 
-  void compare_weights(int row, Comparison& comparison) const {
-    const QueryPlace& place = block_.rows[at(row)].place;
-    const auto first = block_.column(row, place.first);
-    const std::span full = std::span(block_.weights).subspan(first, at(place.end - place.first));
-    const std::span stored = std::span(weights_).subspan(first, full.size());
-    if (!block_.layer.sinks.empty()) comparison.full_mass = std::accumulate(full.begin(), full.end(), 0.0);
-    for (int key = place.first; key < place.end; ++key) {
-      const auto i = at(key - place.first);
-      add(comparison.all, full[i], stored[i]);
-      if (key < boundary_) add(comparison.prompt, full[i], stored[i]);
-      if (key < boundary_ && key >= sink_tokens) add(comparison.nosink, full[i], stored[i]);
-      comparison.l1 += std::abs(full[i] - stored[i]);
-      if (holds(row, key)) comparison.mass += full[i];
-    }
-  }
-
-  std::vector<double> evolving_outputs(int padded) const {
+  LaneMatrix evolving_outputs() const {
     const int heads = block_.row_count() / block_.queries;
     const EvolvingValues::Reader values_before = changed_.values->of_head(block_.kv_head);
-    std::vector<double> outputs(product(block_.row_count(), padded)), weights;
+    const LaneMatrix outputs(worker_.scratch.set_outputs, worker_.tiles, block_.row_count(), dim(), 0.0);
     for (int query = 0; query < block_.queries; ++query) {
-      const Row& one = block_.rows[at(query)];
-      const int width = one.place.end - one.place.first;
-      const std::span<const float> values = values_before(one.place.own);
-      weights.clear();
-      for (int head = 0; head < heads; ++head) {
-        const auto begin = weights_.begin() +
-                           static_cast<std::ptrdiff_t>(block_.column(head * block_.queries + query, one.place.first));
-        weights.insert(weights.end(), begin, begin + width);
-      }
-      const auto dim = at(block_.layer.v.dim);
-      const std::vector<double> of_query = weighted_sums(
-          kernels_, mine_, weights, heads, width, padded,
-          [&](int i, double* out) { std::ranges::copy(values.subspan(at(one.place.first + i) * dim, dim), out); });
+      const QueryPlace& place = block_.rows[at(query)].place;
+      const int begin = columns_.below(place.first - block_.first_key),
+                end = columns_.below(place.end - block_.first_key);
+      const std::span<const float> values = values_before(place.own);
+      std::vector<std::int32_t> numbers;  // from the first key that the query sees on
+      for (int column = begin; column < end; ++column) numbers.push_back(key_of(column) - place.first);
+      const LaneMatrix weights(worker_.scratch.query_weights, worker_.tiles, heads, end - begin, 0.0);
       for (int head = 0; head < heads; ++head)
-        std::copy_n(&of_query[product(head, padded)], padded, &outputs[product(head * block_.queries + query, padded)]);
+        copy_row(weights_.row(head * block_.queries + query) + product(begin, weights.lanes), weights, head);
+      const LaneMatrix of_query =
+          weighted_sums(worker_, weights, numbers, dim(), worker_.scratch.query_outputs, [&](int i, double* out) {
+            std::ranges::copy(values.subspan(product(place.first + i, dim()), at(dim())), out);
+          });
+      for (int head = 0; head < heads; ++head) copy_row(of_query.row(head), outputs, head * block_.queries + query);
     }
     return outputs;
   }
 
-  const TileKernels& kernels_;
-  ThreadScratch& mine_;
+  /// From a row of another matrix with as many lanes.
+  static void copy_row(const double* from, const LaneMatrix& to, int row) {
+    double* out = to.row(row);
+    for (int column = 0; column < to.columns; ++column)
+      out[product(column, to.lanes)] = from[product(column, to.lanes)];
+  }
+
+  const Worker& worker_;
   const BackwardRotation& rotation_;
   const ChangedSet& changed_;
   const Block& block_;
-  int boundary_;
-  std::vector<RowOfSet> sets_;   // of each row
-  std::vector<double> weights_;  // [rows, width]: logits, then weights
+  std::vector<RowOfSet> sets_;  // of each row
+  Columns columns_;             // that some row holds
+  std::vector<bool> shared_;    // columns that all rows read
+  LaneMatrix weights_;          // logits, then weights
 };
 
-/// Adds the comparison of one row's outputs, [dim] numbers each; writes them where `vectors` is there.
-void compare_outputs(std::span<const double> full, std::span<const double> kept, Comparison& comparison,
+/// Adds the comparison of one row's outputs, `dim` numbers each, `lanes` apart; writes them where `vectors` is there.
+void compare_outputs(const double* full, const double* kept, int dim, int lanes, Comparison& comparison,
                      OutputVectors& vectors, std::size_t cell) {
-  for (std::size_t c = 0; c < full.size(); ++c) {
+  for (int c = 0; c < dim; ++c, full += lanes, kept += lanes) {
     if (!vectors.full.empty()) {
-      vectors.full[cell * full.size() + c] = static_cast<float>(full[c]);
-      vectors.errors[cell * full.size() + c] = static_cast<float>(kept[c] - full[c]);
+      vectors.full[cell * at(dim) + at(c)] = static_cast<float>(*full);
+      vectors.errors[cell * at(dim) + at(c)] = static_cast<float>(*kept - *full);
     }
-    comparison.output_full_square += full[c] * full[c];
-    comparison.output_square += kept[c] * kept[c];
-    comparison.output_dot += full[c] * kept[c];
-    comparison.error_square += (full[c] - kept[c]) * (full[c] - kept[c]);
+    comparison.output_full_square += *full * *full;
+    comparison.output_square += *kept * *kept;
+    comparison.output_dot += *full * *kept;
+    comparison.error_square += (*full - *kept) * (*full - *kept);
   }
 }
 
@@ -401,26 +533,24 @@ std::vector<ComparedSet> CpuBackend::compare_sets(const LayerTensors& layer, std
   if (query_count == 0 || sets.empty()) return result;
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
   const BackwardRotation rotation(layer.rope, farthest_move(sets));
-  const int padded = (layer.v.dim + kernels_.wide_keys - 1) / kernels_.wide_keys * kernels_.wide_keys;
   const int queries_at_once = std::max(1, rows_at_once / layer.group());
   const int blocks = (query_count + queries_at_once - 1) / queries_at_once;
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
   for (int kv_head = 0; kv_head < layer.k.heads; ++kv_head) {
     for (int number = 0; number < blocks; ++number) {
       if (interruption().ended()) continue;
-      ThreadScratch& mine = scratch();
+      const Worker worker{kernels_, comparison_kernels_, scratch()};
       const int first_query = number * queries_at_once;
-      Block block(layer, places, kv_head, first_query, std::min(first_query + queries_at_once, query_count));
-      block.attend(kernels_, mine, padded);
+      Block block(worker, layer, places, kv_head, first_query, std::min(first_query + queries_at_once, query_count));
+      block.attend(boundary);
       for (std::size_t i = 0; i < sets.size() && !interruption().ended(); ++i) {
-        ChangedBlock changed(kernels_, mine, rotation, sets[i], block, boundary);
+        ChangedBlock changed(rotation, sets[i], block, boundary);
         std::vector<Comparison> compared = changed.compare();
-        const std::vector<double> outputs = changed.outputs(padded);
+        const LaneMatrix outputs = changed.outputs();
         for (int row = 0; row < block.row_count(); ++row) {
           const std::size_t cell = product(block.rows[at(row)].head, query_count) + at(block.rows[at(row)].query);
-          compare_outputs(std::span(block.outputs).subspan(product(row, padded), dim),
-                          std::span(outputs).subspan(product(row, padded), dim), compared[at(row)], result[i].outputs,
-                          cell);
+          compare_outputs(block.outputs.row(row), outputs.row(row), layer.v.dim, outputs.lanes, compared[at(row)],
+                          result[i].outputs, cell);
           result[i].comparisons[cell] = compared[at(row)];
         }
       }

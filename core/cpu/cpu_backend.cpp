@@ -60,6 +60,7 @@ CpuBackend::CpuBackend(int threads, std::size_t similarity_bytes)
       kernels_(tile_kernels()),
       similarity_kernels_(similarity_kernels()),
       online_kernels_(online_kernels()),
+      comparison_kernels_(comparison_kernels()),
       threads_(granted(allowed(threads))),
       similarity_bytes_(similarity_bytes) {
   scratch_.reserve(static_cast<std::size_t>(threads_));

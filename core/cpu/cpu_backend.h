@@ -9,6 +9,7 @@
 
 #include "attention/backend.h"
 #include "cpu/aligned_buffer.h"
+#include "cpu/comparison_kernels.h"
 #include "cpu/online_kernels.h"
 #include "cpu/simd_level.h"
 #include "cpu/similarity_kernels.h"
@@ -45,6 +46,7 @@ class CpuBackend final : public Backend {
   const TileKernels& kernels_;
   const SimilarityKernels& similarity_kernels_;
   const OnlineKernels& online_kernels_;
+  const ComparisonKernels& comparison_kernels_;
   int threads_;
   std::size_t similarity_bytes_;
   std::vector<ThreadScratch> scratch_;

@@ -18,6 +18,8 @@ struct ThreadScratch {
   std::vector<BlockRow> rows;
   AlignedBuffer<float> staging, keys, values, factors, logits, resident_logits, exponentials;
   AlignedBuffer<double> sums, wide_rows, wide_keys, wide_products;
+  // Of the general comparison: the layer's own, those of a set, and those of one query.
+  AlignedBuffer<double> full_logits, full_weights, full_outputs, set_weights, set_outputs, query_weights, query_outputs;
 };
 
 }  // namespace kvreplay
