@@ -1,5 +1,6 @@
 #include "attention/rope.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 
@@ -31,30 +32,39 @@ void turn_pairs(const Rope& rope, int distance, std::span<Number> vector) {
 void rotate(const Rope& rope, int distance, std::span<float> vector) { turn_pairs(rope, distance, vector); }
 void rotate(const Rope& rope, int distance, std::span<double> vector) { turn_pairs(rope, distance, vector); }
 
-BackwardRotation::BackwardRotation(const Rope& rope, int farthest)
-    : pairs_(rope.inv_freq.size()), interleaved_(rope.interleaved), offset_(static_cast<std::size_t>(rope.offset)) {
-  const std::size_t angles = (static_cast<std::size_t>(farthest) + 1) * pairs_;
-  cosines_.reserve(angles);
-  sines_.reserve(angles);
-  for (int distance = 0; distance <= farthest; ++distance) {
-    for (const double frequency : rope.inv_freq) {
-      cosines_.push_back(std::cos(-distance * frequency));
-      sines_.push_back(std::sin(-distance * frequency));
+void BackwardRotation::cover(const Rope& rope, int farthest) {
+  interleaved_ = rope.interleaved;
+  offset_ = static_cast<std::size_t>(rope.offset);
+  if (!std::ranges::equal(frequencies_, rope.inv_freq)) {
+    frequencies_.assign(rope.inv_freq.begin(), rope.inv_freq.end());
+    cosines_.clear();
+    sines_.clear();
+    distances_ = 0;
+  }
+  for (; distances_ <= farthest; ++distances_) {
+    for (const double frequency : frequencies_) {
+      cosines_.push_back(std::cos(-distances_ * frequency));
+      sines_.push_back(std::sin(-distances_ * frequency));
     }
   }
 }
 
-void BackwardRotation::apply(int distance, std::span<double> vector) const {
+template <class Number>
+void BackwardRotation::turn_pairs(int distance, std::span<Number> vector) const {
   if (distance == 0) return;
+  const std::size_t pairs = frequencies_.size();
   vector = vector.subspan(offset_);
-  const double* cosines = cosines_.data() + static_cast<std::size_t>(-distance) * pairs_;
-  const double* sines = sines_.data() + static_cast<std::size_t>(-distance) * pairs_;
+  const double* cosines = cosines_.data() + static_cast<std::size_t>(-distance) * pairs;
+  const double* sines = sines_.data() + static_cast<std::size_t>(-distance) * pairs;
   if (interleaved_) {
-    for (std::size_t i = 0; i < pairs_; ++i) turn(vector[2 * i], vector[2 * i + 1], cosines[i], sines[i]);
+    for (std::size_t i = 0; i < pairs; ++i) turn(vector[2 * i], vector[2 * i + 1], cosines[i], sines[i]);
   } else {
-    for (std::size_t i = 0; i < pairs_; ++i) turn(vector[i], vector[i + pairs_], cosines[i], sines[i]);
+    for (std::size_t i = 0; i < pairs; ++i) turn(vector[i], vector[i + pairs], cosines[i], sines[i]);
   }
 }
+
+void BackwardRotation::apply(int distance, std::span<float> vector) const { turn_pairs(distance, vector); }
+void BackwardRotation::apply(int distance, std::span<double> vector) const { turn_pairs(distance, vector); }
 
 MeanRotation::MeanRotation(const Rope& rope, int first, int count)
     : interleaved_(rope.interleaved), offset_(static_cast<std::size_t>(rope.offset)) {

@@ -13,18 +13,25 @@ namespace kvreplay {
 void rotate(const Rope& rope, int distance, std::span<float> vector);
 void rotate(const Rope& rope, int distance, std::span<double> vector);
 
-/// The same in float64 throughout, for many vectors that move back: sines and cosines of the distances
-/// -farthest ... 0, computed once.
+/// The same bits for many vectors that move back: sines and cosines of the distances -farthest ... 0, computed once.
 class BackwardRotation {
  public:
-  BackwardRotation(const Rope& rope, int farthest);
+  BackwardRotation() = default;
+  BackwardRotation(const Rope& rope, int farthest) { cover(rope, farthest); }
 
+  /// Adds the distances that are missing; begins again if the frequencies are others.
+  void cover(const Rope& rope, int farthest);
+  void apply(int distance, std::span<float> vector) const;
   void apply(int distance, std::span<double> vector) const;
 
  private:
-  std::size_t pairs_;
-  bool interleaved_;
-  std::size_t offset_;
+  template <class Number>
+  void turn_pairs(int distance, std::span<Number> vector) const;
+
+  std::vector<double> frequencies_;  // [pairs]
+  bool interleaved_ = false;
+  std::size_t offset_ = 0;
+  int distances_ = 0;
   std::vector<double> cosines_, sines_;  // [distances, pairs]
 };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/backend.h"
+#include "attention/rope.h"
 #include "tensor.h"
 
 namespace kvreplay {
@@ -17,6 +18,7 @@ struct SoftmaxKeys {
   int count = 0;
   std::span<const std::int32_t> resident = {};  // [count], or empty
   Positions positions = Positions::original;
+  const BackwardRotation* rotation = nullptr;  // for all moves, if none is forward; null: angles are computed for each
 
   int position(int key) const { return resident.empty() ? key : resident[static_cast<std::size_t>(key)]; }
   /// By how much a key moves from where it was captured.

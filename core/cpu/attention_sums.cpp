@@ -121,6 +121,17 @@ std::vector<SoftmaxKeys> lists_of_keys(const AttentionSums& what, int keys) {
   return lists;
 }
 
+/// By how much some key moves back; 0 if some key moves forward.
+int farthest_back(std::span<const SoftmaxKeys> lists) {
+  int farthest = 0;
+  for (const SoftmaxKeys& list : lists)
+    for (int key = 0; key < list.count; ++key) {
+      if (list.moved(key) > 0) return 0;
+      farthest = std::max(farthest, -list.moved(key));
+    }
+  return farthest;
+}
+
 /// Adds the columns of one block, whose exponentials are in `mine.block`, to the sums of its segment.
 void add_columns(const TileKernels& kernels, ThreadScratch& mine, const AttentionSums& what, const Segment& segment,
                  int begin, int end, int column_tiles, double* into) {
@@ -180,7 +191,11 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
   const int group = layer.group();
   const int kv_heads = layer.k.heads;
   const int keys = all_take_part ? what.queries.back() + 1 : columns;
-  const std::vector<SoftmaxKeys> lists = lists_of_keys(what, keys);
+  std::vector<SoftmaxKeys> lists = lists_of_keys(what, keys);
+  if (const int farthest = farthest_back(lists); farthest > 0) {
+    rotation_.cover(layer.rope, farthest);
+    for (SoftmaxKeys& list : lists) list.rotation = &rotation_;
+  }
   std::vector<std::vector<QueryPlace>> places;
   for (const SoftmaxKeys& list : lists) places.push_back(query_places(layer, what.queries, list));
   const auto list_of = [&](int kv_head) { return static_cast<std::size_t>(lists.size() == 1 ? 0 : kv_head); };

@@ -168,7 +168,10 @@ void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTens
     if (!moves) continue;
     const std::span<float> moved(room + product(i, dim), static_cast<std::size_t>(dim));
     kernels.widen(vector, layer.k.dtype, dim, moved.data());
-    rotate(layer.rope, softmax_keys.moved(key), moved);
+    if (softmax_keys.rotation != nullptr)
+      softmax_keys.rotation->apply(softmax_keys.moved(key), moved);
+    else
+      rotate(layer.rope, softmax_keys.moved(key), moved);
     vector = reinterpret_cast<const std::byte*>(moved.data());
   }
   form.pack(vectors.data(), moves ? DType::float32 : layer.k.dtype, dim, kernels.keys, out);

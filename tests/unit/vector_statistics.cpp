@@ -246,6 +246,30 @@ TEST_P(KeysAndQueries, RotationBeginsAtTheOffset) {
   expect_rotated([](const Rope& rope, std::span<double> y) { MeanRotation(rope, 10, 3).apply(y); });
 }
 
+TEST_P(KeysAndQueries, ATableOfAnglesRotatesWithTheSameBits) {
+  BackwardRotation table(tensors.rope, 3);
+  const auto expect_same_bits = [&](const Rope& rope, int farthest) {
+    for (int distance = -farthest; distance <= 0; ++distance) {
+      Numbers expected = layer.k.row(0, 5), found = expected;
+      rotate(rope, distance, expected);
+      table.apply(distance, found);
+      EXPECT_EQ(found, expected);
+      std::vector<float> floats(found.begin(), found.end()), turned = floats;
+      rotate(rope, distance, floats);
+      table.apply(distance, turned);
+      EXPECT_EQ(turned, floats);
+    }
+  };
+  expect_same_bits(tensors.rope, 3);
+  table.cover(tensors.rope, 2000);
+  expect_same_bits(tensors.rope, 2000);
+  const std::vector<double> slower(tensors.rope.inv_freq.size(), 0.01);
+  Rope other = tensors.rope;
+  other.inv_freq = slower;
+  table.cover(other, 50);
+  expect_same_bits(other, 50);
+}
+
 TEST_P(KeysAndQueries, AreTheSameBitsForAnyNumberOfThreads) {
   const RandomLayer many({.tokens = 9000, .dtype = DType::float16, .rope_pairs = 4, .interleaved = GetParam()});
   const LayerTensors all = many.tensors();
