@@ -28,22 +28,40 @@ const RegisteredPart<QuantisedPart> registered;
 
 using Rows = std::span<float* const>;  // tokens of one head, [d] each
 
-/// One group: channels [first, last) of some tokens. False where mn or s is beyond float16.
-bool quantise_group(Rows tokens, int first, int last, int bits) {
-  float least = std::numeric_limits<float>::infinity(), most = -least;
-  for (const float* token : tokens) {
-    const auto [low, high] = std::minmax_element(token + first, token + last);
-    least = std::min(least, *low);
-    most = std::max(most, *high);
-  }
+/// Rounds numbers in [0, 2^22] to integers, halves to even: their fraction has no place in the sum. Unlike std::rint,
+/// it needs no call where the instruction is missing.
+float rounded(float number) {
+  constexpr float beyond_fractions = 0x1.8p23F;
+  return number + beyond_fractions - beyond_fractions;
+}
+
+/// Groups of some tokens by `group_channels` channels, of all channels at once. False where mn or s is beyond float16.
+bool quantise_tokens(Rows tokens, int dim, int group_channels, int bits) {
+  const auto channels = static_cast<std::size_t>(dim), step = static_cast<std::size_t>(group_channels);
   const auto levels = static_cast<float>((1 << bits) - 1);
-  const float zero_point = rounded_to_float16(least);
-  const float scale = rounded_to_float16((most - zero_point) / levels);
-  if (!std::isfinite(scale)) return false;  // an infinite zero point makes it infinite too
+  std::vector<float> least(channels, std::numeric_limits<float>::infinity()), most(channels, -least.front());
+  for (const float* token : tokens)
+    for (std::size_t c = 0; c < channels; ++c) {
+      least[c] = std::min(least[c], token[c]);
+      most[c] = std::max(most[c], token[c]);
+    }
+  // A group of equal numbers has the scale 0 and the level 0: finite numbers divided by infinity.
+  std::vector<float> zero_points(channels), scales(channels), divisors(channels);
+  for (std::size_t first = 0; first < channels; first += step) {
+    const std::size_t count = std::min(step, channels - first);
+    const float zero_point = rounded_to_float16(std::ranges::min(std::span(least).subspan(first, count)));
+    const float scale =
+        rounded_to_float16((std::ranges::max(std::span(most).subspan(first, count)) - zero_point) / levels);
+    if (!std::isfinite(scale)) return false;  // an infinite zero point makes it infinite too
+    std::fill_n(zero_points.begin() + static_cast<std::ptrdiff_t>(first), count, zero_point);
+    std::fill_n(scales.begin() + static_cast<std::ptrdiff_t>(first), count, scale);
+    std::fill_n(divisors.begin() + static_cast<std::ptrdiff_t>(first), count,
+                scale == 0 ? std::numeric_limits<float>::infinity() : scale);
+  }
   for (float* token : tokens)
-    for (int c = first; c < last; ++c) {
-      const float level = scale == 0 ? 0.0F : std::rint(std::clamp((token[c] - zero_point) / scale, 0.0F, levels));
-      token[c] = level * scale + zero_point;
+    for (std::size_t c = 0; c < channels; ++c) {
+      const float level = std::min(std::max((token[c] - zero_points[c]) / divisors[c], 0.0F), levels);
+      token[c] = rounded(level) * scales[c] + zero_points[c];
     }
   return true;
 }
@@ -51,11 +69,9 @@ bool quantise_group(Rows tokens, int first, int last, int bits) {
 /// All groups of `group_tokens` x `group_channels` numbers of these tokens; the last ones may be short.
 bool quantise(Rows tokens, int dim, int group_tokens, int group_channels, int bits) {
   const auto step = static_cast<std::size_t>(group_tokens);
-  for (std::size_t begin = 0; begin < tokens.size(); begin += step) {
-    const Rows of_group = tokens.subspan(begin, std::min(step, tokens.size() - begin));
-    for (int first = 0; first < dim; first += group_channels)
-      if (!quantise_group(of_group, first, std::min(first + group_channels, dim), bits)) return false;
-  }
+  for (std::size_t begin = 0; begin < tokens.size(); begin += step)
+    if (!quantise_tokens(tokens.subspan(begin, std::min(step, tokens.size() - begin)), dim, group_channels, bits))
+      return false;
   return true;
 }
 
