@@ -28,10 +28,10 @@ SamplingError error_of_pairs(std::span<const double> values, int population) {
 
 SamplingError operator+(SamplingError a, SamplingError b) {
   const double variance = a.variance + b.variance;
-  double squares = 0;
+  double reciprocal = 0;  // of the degrees, by shares: squares of small variances would be 0
   for (const SamplingError& one : {a, b})
-    if (one.variance > 0) squares += one.variance * one.variance / one.degrees;
-  return {variance, squares > 0 ? variance * variance / squares : 0};
+    if (one.variance > 0) reciprocal += std::pow(one.variance / variance, 2) / one.degrees;
+  return {variance, reciprocal > 0 ? 1 / reciprocal : 0};
 }
 
 std::vector<double> pseudo_values(std::span<const double> values, double (*statistic)(std::span<const double>)) {

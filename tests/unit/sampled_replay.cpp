@@ -83,6 +83,12 @@ TEST(SamplingError, ByHand) {
   EXPECT_EQ(error_of_pairs(std::vector{1.0, 3.0}, 2).half_width(), 0) << "every unit";
 }
 
+TEST(SamplingError, HasDegreesOfFreedomHoweverSmallItIs) {
+  const SamplingError sum = SamplingError{1e-200, 3} + SamplingError{1e-200, 3};
+  EXPECT_DOUBLE_EQ(sum.degrees, 6);
+  EXPECT_GT(sum.half_width(), 0);
+}
+
 TEST(SamplingError, IsTheVarianceOfTheEstimate) {
   std::vector<double> population;
   for (std::uint64_t i = 0; i < 24; ++i) population.push_back(0.1 * static_cast<double>(i) + uniform(chain(i)));

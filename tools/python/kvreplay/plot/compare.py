@@ -70,7 +70,8 @@ def draw(choice: Choice) -> Drawing:
         headings=[SMALL * LINE * POINT] * -(-len(budgets) // columns),
         title=f"{choice.metric_words} compared with {comparison.baseline}, trace by trace",
         subtitle=f"traces {traces}, prompts {prompts}; large mark: mean paired difference, bar: 95\u00a0% "
-        "interval over prompts (an arrow if it goes on), small marks: traces" + ("; right: traces better/same/worse" if TOWARDS[better] else ""),
+        "interval over prompts (an arrow if it continues), small marks: traces"
+        + ("; right: traces better/same/worse" if TOWARDS[better] else ""),
         caption=open_loop(
             ", ".join(comparison.models), comparison.synthetic,
             f"* sign-flip p below 0.05 after Holm's correction over the {compared} comparisons drawn",
@@ -97,10 +98,10 @@ def draw(choice: Choice) -> Drawing:
             axis.plot([line["difference_low"], line["difference_high"]], [row, row], color="black", linewidth=1.6,
                       solid_capstyle="butt", zorder=3)  # fmt: skip
             for end, edge, arrow in (("difference_low", low - margin, "<"), ("difference_high", high + margin, ">")):
-                if abs(line[end]) > abs(edge) and line[end] * edge > 0:  # the interval goes on beyond the panel
+                if abs(line[end]) > abs(edge) and line[end] * edge > 0:  # the interval continues beyond the panel
                     axis.plot(edge, row, arrow, color="black", markersize=4.5, clip_on=False, zorder=3)
-            axis.plot(line["difference"], row, choice.looks[label]["marker"], color=colour, markeredgecolor="black", markeredgewidth=0.7,
-                      markersize=4.2, zorder=4)  # fmt: skip
+            axis.plot(line["difference"], row, choice.looks[label]["marker"], color=colour, markeredgecolor="black",
+                      markeredgewidth=0.7, markersize=4.2, zorder=4)  # fmt: skip
             axis.annotate(verdicts[label, budget], (1, row), (4, 0), ("axes fraction", "data"), "offset points",
                           va="center_baseline")  # fmt: skip
             about = {"metric": line["metric"], "budget": budget, "policy": label, "heads": line["heads"],
