@@ -13,7 +13,7 @@ struct CombinationKernels {
   /// four of them.
   void (*lists_of_doubles)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride,
                            int n, double* out, std::ptrdiff_t out_stride);
-  /// The same in half the time, with products that are not rounded at levels that can.
+  /// The same in less time, with products that are not rounded at levels that can.
   void (*fused_lists)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride, int n,
                       double* out, std::ptrdiff_t out_stride);
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);

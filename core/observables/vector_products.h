@@ -24,7 +24,7 @@ class VectorProducts {
   void with(std::span<const double> x, int first, std::span<double> products) const;
   /// The same of several vectors, [lists, dim] to [lists, n].
   void with_each(std::span<const double> xs, int first, std::span<double> products) const;
-  /// The same in half the time; the last bits depend on the SIMD level (cpu/combination_kernels.h).
+  /// The same in less time; the last bits depend on the SIMD level (cpu/combination_kernels.h).
   void with_each_fused(std::span<const double> xs, int first, std::span<double> products) const;
   /// Vector i.
   void read(int i, std::span<double> vector) const;
