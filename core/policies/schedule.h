@@ -98,9 +98,9 @@ class Schedule {
   virtual ScoredUnit scored_unit() const { return ScoredUnit::none; }
   /// Of schedules that decide nothing: whether tokens that a query reads have weights.
   virtual bool weighs_tokens() const { return false; }
-  /// Of schedules that decide nothing. `budget`: tokens of the prompt that a query may read, less than P.
   /// Tokens that a query reads at least, whatever the budget.
   virtual int least_read() const { return 0; }
+  /// Of schedules that decide nothing. `budget`: tokens of the prompt that a query may read, less than P.
   virtual LayerReads reads(const LayerView&, int /*budget*/) const { return {}; }
 };
 
