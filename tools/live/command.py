@@ -172,7 +172,7 @@ def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, a
 def _print_tables(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
     """Prints the table of each run, with offline and live numbers of the chosen cells, and a further command."""
     from kvreplay.live.measure import say
-    from kvreplay.predict.prediction import FEWEST
+    from kvreplay.live_metrics import FEWEST
 
     for run in runs:
         if note := _unanswered(run):

@@ -20,10 +20,10 @@ from kvreplay.compare.comparison import part_of_name, prompts_of
 from kvreplay.compare.statistics import cluster_sums, intervals_of_rows, mean_intervals
 from kvreplay.errors import Error
 from kvreplay.live_metrics import BY_NAME as LIVE
+from kvreplay.live_metrics import FEWEST
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
 from kvreplay.results import CELL, DECIDED_LIVE, Run, labels
 
-FEWEST = 5  # policies of a prompt at a budget that have an order worth a correlation
 SHARE = 0.95
 OF_A_CONTROL = "attention_recall:oracle"  # the best set with the policy's counts, not the policy's own
 DAMAGE = {"higher": -1.0, "lower": 1.0}
