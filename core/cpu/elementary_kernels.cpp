@@ -46,7 +46,10 @@ double largest(const double* x, std::ptrdiff_t n, double least) {
     a = hn::Max(a, hn::LoadU(tag, x + i));
     b = hn::Max(b, hn::LoadU(tag, x + i + lanes));
   }
-  double most = hn::GetLane(hn::MaxOfLanes(tag, hn::Max(a, b)));
+  HWY_ALIGN double of_lanes[hn::MaxLanes(tag)];
+  hn::Store(hn::Max(a, b), tag, of_lanes);
+  // Not by MaxOfLanes(): on some levels the largest of infinite negative numbers is a finite one.
+  double most = *std::max_element(of_lanes, of_lanes + lanes);
   for (; i < n; ++i) most = std::max(most, x[i]);
   return most;
 }
