@@ -38,9 +38,8 @@ const WRITERS = {
       .replaceAll("~", "\\textasciitilde ").replaceAll("^", "\\textasciicircum ");
     const cell = ({ text, best }) => (best ? `\\textbf{${escaped(text.replace(/\*$/, ""))}}` : escaped(text));
     const line = (row) => `${row.map(cell).join(" & ")} \\\\`;
-    return [`% ${about}`, `\\begin{tabular}{${"l".repeat(NAMES)}${"r".repeat(head.length - NAMES)}}`, "\\toprule", line(head), "\\midrule",
-      ...rows.map(line),
-      "\\bottomrule", "\\end{tabular}"].join("\n");
+    return [`% ${about}`, `\\begin{tabular}{${"l".repeat(NAMES)}${"r".repeat(head.length - NAMES)}}`, "\\toprule", line(head),
+      "\\midrule", ...rows.map(line), "\\bottomrule", "\\end{tabular}"].join("\n");
   },
   CSV: (rows) => rows.map((row) => row.flatMap(({ values }) => values).map(String).map((value) =>
     (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value)).join(",")).join("\r\n"),

@@ -14,16 +14,14 @@ function withLineFeeds(text) {
 
 function drawWriting(trace, budget) {
   const cells = budget.cells.filter((cell) => typeof cell.written === "string" && cell.label !== "full");
-  const isMissing = !cells.length;
-  document.getElementById("writing").hidden = isMissing;
-  document.querySelector("a[href='#writing']").hidden = isMissing;
-  const reference = trace.written ?? "";
+  document.getElementById("writing").hidden = !cells.length;
+  document.querySelector("a[href='#writing']").hidden = !cells.length;
   const entries = cells.flatMap((cell) => {
-    const at = trace.written === null ? cell.written.length : alike(cell.written, reference);
+    const at = alike(cell.written, trace.written ?? cell.written);
     const rest = at < cell.written.length ? make("mark", {}, withLineFeeds(cell.written.slice(at))) : "";
     return [make("dt", {}, cell.label), make("dd", {}, withLineFeeds(cell.written.slice(0, at)), rest)];
   });
   document.getElementById("written").replaceChildren(
     make("dt", {}, "full cache"), make("dd", {}, trace.written === null
-      ? "not generated: kvreplay live RUN -p full --generate N adds it" : withLineFeeds(reference)), ...entries);
+      ? "not generated: kvreplay live RUN -p full --generate N adds it" : withLineFeeds(trace.written)), ...entries);
 }
