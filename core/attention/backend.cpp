@@ -15,15 +15,21 @@ std::vector<Comparison> Backend::compare_attention(const LayerTensors& layer, co
 
 std::vector<Matrix> Backend::attention_rows(const LayerTensors& layer, const AttentionRows& what) {
   std::vector<Matrix> all;
-  for (const std::int32_t query : what.queries) {
+  for (std::size_t number = 0; number < what.queries.size(); ++number) {
+    const std::int32_t query = what.queries[number];
     std::vector<std::int32_t> resident;
     for (std::size_t i = 0; i < what.tokens.size(); ++i)
       if (what.tokens[i] <= query && (what.evicted_at[i] < 0 || what.evicted_at[i] >= query))
         resident.push_back(what.tokens[i]);
-    all.push_back(attention_sums(layer, {.queries = std::span(&query, 1),
-                                         .resident = resident,
-                                         .resident_rows = what.rows,
-                                         .positions = what.positions}));
+    const Matrix attention = attention_sums(layer, {.queries = std::span(&query, 1),
+                                                    .resident = resident,
+                                                    .resident_rows = what.rows,
+                                                    .positions = what.positions});
+    const auto [first, end] = what.wanted_of(number, attention.columns());
+    Matrix& wanted = all.emplace_back(attention.rows(), end - first);
+    for (int head = 0; head < wanted.rows(); ++head)
+      std::ranges::copy(attention.row(head).subspan(static_cast<std::size_t>(first), wanted.row(head).size()),
+                        wanted.row(head).begin());
   }
   return all;
 }

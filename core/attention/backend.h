@@ -43,6 +43,12 @@ struct AttentionSums {
   double above_uniform = 0.0;
 };
 
+/// [first, end)
+struct NumberRange {
+  int first = 0;
+  int end = 0;
+};
+
 /// Attention of queries one by one, each over the tokens that are resident when it attends: those up to its position
 /// that no earlier query evicts. At each query all rows see the same number of tokens.
 struct AttentionRows {
@@ -51,8 +57,14 @@ struct AttentionRows {
   std::span<const std::int32_t> evicted_at;  // [rows, n] the query after which each is evicted, -1 never
   int rows = 1;                              // one for all KV heads, or one for each
   Positions positions = Positions::original;
+  /// [queries] whose attention is asked for, by their numbers among the tokens that are resident to each query; empty:
+  /// that of all.
+  std::span<const NumberRange> wanted = {};
 
   int columns() const { return static_cast<int>(tokens.size()) / rows; }
+  NumberRange wanted_of(std::size_t query, int resident) const {
+    return wanted.empty() ? NumberRange{0, resident} : wanted[query];
+  }
 };
 
 /// Kept keys as the eval queries see them: one set for all queries, or one for each (what is resident changes with
@@ -241,7 +253,8 @@ class Backend {
   /// [Hq, columns], or [Hq, n] over a resident list of n.
   virtual Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) = 0;
 
-  /// One [Hq, n] for each query: attention_sums() of that query over the tokens that are resident to it.
+  /// One [Hq, n] for each query: attention_sums() of that query over the tokens that are resident to it, the `wanted`
+  /// columns of it.
   virtual std::vector<Matrix> attention_rows(const LayerTensors& layer, const AttentionRows& what);
 
   /// Moments of every kept set at every query (positions, ascending, stored).

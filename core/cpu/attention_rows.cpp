@@ -13,8 +13,10 @@
 namespace kvreplay {
 namespace {
 
-// Rows that read each packed tile of keys.
+// Rows that read a packed tile of keys while it lies in a cache.
 constexpr int block_rows = 48;
+// Packed keys of as many KV heads as fit, so that there are blocks for more threads.
+constexpr std::size_t packed_bytes = std::size_t{64} << 20;
 
 /// The tokens of one row of residents.
 struct TokenRow {
@@ -70,10 +72,15 @@ std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const 
   if (what.queries.empty()) return all;
   std::vector<TokenRow> rows;
   for (int row = 0; row < what.rows; ++row) rows.emplace_back(what, row);
-  std::vector<int> stored;
-  for (const std::int32_t query : what.queries) {
-    stored.push_back(stored_query(layer, query));
-    all.emplace_back(layer.q.heads, rows.front().resident(query));
+  const auto row_of = [&](int kv_head) -> const TokenRow& {
+    return rows[static_cast<std::size_t>(what.rows == 1 ? 0 : kv_head)];
+  };
+  std::vector<int> stored, resident_to;
+  for (std::size_t number = 0; number < what.queries.size(); ++number) {
+    stored.push_back(stored_query(layer, what.queries[number]));
+    resident_to.push_back(rows.front().resident(what.queries[number]));
+    const auto [first, end] = what.wanted_of(number, resident_to.back());
+    all.emplace_back(layer.q.heads, end - first);
   }
 
   const int group = layer.group();
@@ -82,6 +89,8 @@ std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const 
   const int blocks = (query_count + queries_at_once - 1) / queries_at_once;
   const int tiles = (what.columns() + kernels_.keys - 1) / kernels_.keys;
   const std::size_t stride = product(tiles, kernels_.keys);
+  const TileForm& form = form_of(kernels_, layer, {.count = what.columns(), .resident = rows.front().tokens});
+  const std::size_t tile_cells = product(form.cells(layer.k.dim), kernels_.keys);
   std::atomic<bool> finite{true};
 
   // One query of a KV head, whose logits over all tokens are those of `group` rows.
@@ -97,7 +106,7 @@ std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const 
       float* next = resident + offset;
       row.for_resident_runs(
           query, [&](int begin, int end) { next = std::copy(logits + offset + begin, logits + offset + end, next); });
-      heads.push_back({resident + offset, exponentials + offset, first, out.columns()});
+      heads.push_back({resident + offset, exponentials + offset, first, resident_to[static_cast<std::size_t>(number)]});
     }
     const auto all_finite = [&] {
       return std::ranges::all_of(
@@ -110,41 +119,53 @@ std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const 
         return;
       }
     }
+    const NumberRange wanted =
+        what.wanted_of(static_cast<std::size_t>(number), resident_to[static_cast<std::size_t>(number)]);
     for (int head = 0; head < group; ++head) {
-      const LogitRow& of_head = heads[static_cast<std::size_t>(head)];
+      LogitRow& of_head = heads[static_cast<std::size_t>(head)];
       const double sink = layer.sinks.empty() ? 0.0
                                               : sink_weight(layer.sink(kv_head * group + head) * std::numbers::log2e,
                                                             static_cast<double>(of_head.reference));
       const double sum = of_head.sum + sink;
       const float factor = sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0F;
-      kernels_.row_shares(of_head, factor, out.row(kv_head * group + head).data());
+      of_head.first = std::max(of_head.first, wanted.first);
+      of_head.end = std::min(of_head.end, wanted.end);
+      kernels_.add_row_shares(of_head, factor, out.row(kv_head * group + head).data() - wanted.first);
     }
   };
 
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
-  for (int kv_head = 0; kv_head < layer.k.heads; ++kv_head) {
-    for (int block = 0; block < blocks; ++block) {
-      if (interruption().ended()) continue;
-      ThreadScratch& mine = scratch();
-      const TokenRow& row = rows[static_cast<std::size_t>(what.rows == 1 ? 0 : kv_head)];
-      const int begin = block * queries_at_once, end = std::min(begin + queries_at_once, query_count);
-      mine.rows.clear();
-      for (int number = begin; number < end; ++number)
-        for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-          mine.rows.push_back({head, {.stored = stored[static_cast<std::size_t>(number)], .end = what.columns()}});
-      const SoftmaxKeys keys{.count = what.columns(), .resident = row.tokens};
-      const TileForm& form = form_of(kernels_, layer, keys);
-      mine.block.prepare(layer, form, mine.rows, false);
-      float* logits = mine.logits.at_least(stride * mine.rows.size());
-      mine.block.write_logits(
-          [&](int tile) -> const float* {
-            float* keys_of_tile = mine.keys.at_least(product(form.cells(layer.k.dim), kernels_.keys));
-            pack_keys(kernels_, form, layer, kv_head, keys, tile, mine.staging, keys_of_tile);
-            return keys_of_tile;
-          },
-          stride, logits);
-      for (int number = begin; number < end; ++number)
-        attend(mine, row, kv_head, number, logits + stride * product(number - begin, group));
+  const std::size_t head_cells = static_cast<std::size_t>(tiles) * tile_cells;
+  const auto heads_at_once = static_cast<int>(
+      std::clamp(packed_bytes / (head_cells * sizeof(float)), std::size_t{1}, static_cast<std::size_t>(layer.k.heads)));
+  float* packed = packed_keys_.at_least(head_cells * static_cast<std::size_t>(heads_at_once));
+  const auto packed_tile = [&](int kv_head, int tile) {
+    return packed + static_cast<std::size_t>(kv_head % heads_at_once) * head_cells +
+           static_cast<std::size_t>(tile) * tile_cells;
+  };
+#pragma omp parallel num_threads(threads_)
+  for (int first_head = 0; first_head < layer.k.heads; first_head += heads_at_once) {
+    const int end_head = std::min(first_head + heads_at_once, layer.k.heads);
+#pragma omp for collapse(2) schedule(static)
+    for (int kv_head = first_head; kv_head < end_head; ++kv_head)
+      for (int tile = 0; tile < tiles; ++tile)
+        pack_keys(kernels_, form, layer, kv_head, {.count = what.columns(), .resident = row_of(kv_head).tokens}, tile,
+                  scratch().staging, packed_tile(kv_head, tile));
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int kv_head = first_head; kv_head < end_head; ++kv_head) {
+      for (int block = 0; block < blocks; ++block) {
+        if (interruption().ended()) continue;
+        ThreadScratch& mine = scratch();
+        const int begin = block * queries_at_once, end = std::min(begin + queries_at_once, query_count);
+        mine.rows.clear();
+        for (int number = begin; number < end; ++number)
+          for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
+            mine.rows.push_back({head, {.stored = stored[static_cast<std::size_t>(number)], .end = what.columns()}});
+        mine.block.prepare(layer, form, mine.rows, false);
+        float* logits = mine.logits.at_least(stride * mine.rows.size());
+        mine.block.write_logits([&](int tile) { return packed_tile(kv_head, tile); }, stride, logits);
+        for (int number = begin; number < end; ++number)
+          attend(mine, row_of(kv_head), kv_head, number, logits + stride * product(number - begin, group));
+      }
     }
   }
   interruption().require_all_done();

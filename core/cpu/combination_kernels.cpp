@@ -44,17 +44,8 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
   }
 }
 
-/// a + b x, with both results rounded.
-struct Separate {
-  static auto add(auto a, auto b, auto x) { return hn::Add(a, hn::Mul(b, x)); }
-};
-/// The same rounded once, at levels that can.
-struct Fused {
-  static auto add(auto a, auto b, auto x) { return hn::MulAdd(b, x, a); }
-};
-
 /// Of `Vectors` neighbouring vectors of columns.
-template <class Product, int Lists, int Vectors>
+template <int Lists, int Vectors>
 void combine_columns(const double* weights, int count, const double* rows, std::ptrdiff_t stride, double* out,
                      std::ptrdiff_t out_stride) {
   const hn::ScalableTag<double> tag;
@@ -66,23 +57,22 @@ void combine_columns(const double* weights, int count, const double* rows, std::
     for (int v = 0; v < Vectors; ++v) columns[v] = hn::LoadU(tag, rows + row * stride + v * lanes);
     for (int list = 0; list < Lists; ++list) {
       const auto weight = hn::Set(tag, weights[list * count + row]);
-      for (int v = 0; v < Vectors; ++v) sums[list][v] = Product::add(sums[list][v], weight, columns[v]);
+      for (int v = 0; v < Vectors; ++v) sums[list][v] = hn::Add(sums[list][v], hn::Mul(weight, columns[v]));
     }
   }
   for (int list = 0; list < Lists; ++list)
     for (int v = 0; v < Vectors; ++v) hn::StoreU(sums[list][v], tag, out + list * out_stride + v * lanes);
 }
 
-template <class Product, int Lists>
+template <int Lists>
 void combine_lists(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out,
                    std::ptrdiff_t out_stride) {
   const hn::ScalableTag<double> tag;
   const int lanes = static_cast<int>(hn::Lanes(tag));
   int i = 0;
   for (; i + 2 * lanes <= n; i += 2 * lanes)
-    combine_columns<Product, Lists, 2>(weights, count, rows + i, stride, out + i, out_stride);
-  for (; i + lanes <= n; i += lanes)
-    combine_columns<Product, Lists, 1>(weights, count, rows + i, stride, out + i, out_stride);
+    combine_columns<Lists, 2>(weights, count, rows + i, stride, out + i, out_stride);
+  for (; i + lanes <= n; i += lanes) combine_columns<Lists, 1>(weights, count, rows + i, stride, out + i, out_stride);
   if (i == n) return;
   HWY_ALIGN double rest[hn::MaxLanes(tag)] = {};
   hn::Vec<decltype(tag)> sums[Lists];
@@ -90,7 +80,7 @@ void combine_lists(const double* weights, int count, const double* rows, std::pt
   for (int row = 0; row < count; ++row) {
     std::copy_n(rows + row * stride + i, n - i, rest);
     for (int list = 0; list < Lists; ++list)
-      sums[list] = Product::add(sums[list], hn::Set(tag, weights[list * count + row]), hn::Load(tag, rest));
+      sums[list] = hn::Add(sums[list], hn::Mul(hn::Set(tag, weights[list * count + row]), hn::Load(tag, rest)));
   }
   for (int list = 0; list < Lists; ++list) {
     hn::Store(sums[list], tag, rest);
@@ -98,22 +88,19 @@ void combine_lists(const double* weights, int count, const double* rows, std::pt
   }
 }
 
-template <class Product>
 void combine_all_lists(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride, int n,
                        double* out, std::ptrdiff_t out_stride) {
   for (; lists >= 4; lists -= 4, weights += 4 * count, out += 4 * out_stride)
-    combine_lists<Product, 4>(weights, count, rows, stride, n, out, out_stride);
+    combine_lists<4>(weights, count, rows, stride, n, out, out_stride);
   for (; lists > 0; --lists, weights += count, out += out_stride)
-    combine_lists<Product, 1>(weights, count, rows, stride, n, out, out_stride);
+    combine_lists<1>(weights, count, rows, stride, n, out, out_stride);
 }
 
 }  // namespace
 
 const CombinationKernels& combination_table() {
-  static const CombinationKernels table{.doubles = combine<double>,
-                                        .lists_of_doubles = combine_all_lists<Separate>,
-                                        .fused_lists = combine_all_lists<Fused>,
-                                        .floats = combine<float>};
+  static const CombinationKernels table{
+      .doubles = combine<double>, .lists_of_doubles = combine_all_lists, .floats = combine<float>};
   return table;
 }
 

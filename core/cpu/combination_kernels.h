@@ -5,17 +5,14 @@
 
 namespace kvreplay {
 
-/// out[i] = Σ_c weights[c] rows[c · stride + i] for i < n and c < count. Except in `fused_lists`, each product and each
-/// sum is rounded, in the order of c: the bits do not depend on the SIMD level.
+/// out[i] = Σ_c weights[c] rows[c · stride + i] for i < n and c < count. Each product and each sum is
+/// rounded, in the order of c: the bits do not depend on the SIMD level.
 struct CombinationKernels {
   void (*doubles)(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out);
   /// The same of several lists of weights, [lists, count]; list l to out + l · out_stride. Each row is read once for
   /// four of them.
   void (*lists_of_doubles)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride,
                            int n, double* out, std::ptrdiff_t out_stride);
-  /// The same in less time, with products that are not rounded at levels that can.
-  void (*fused_lists)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride, int n,
-                      double* out, std::ptrdiff_t out_stride);
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);
 };
 

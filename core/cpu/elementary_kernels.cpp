@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <numbers>
 
 #include "cpu/simd_level.h"
 
@@ -76,33 +77,38 @@ hn::Vec<Words> mixed(hn::Vec<Words> z) {
   return hn::Xor(z, hn::ShiftRight<31>(z));
 }
 
-void gumbel_variates(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, double* noise) {
+void add_gumbel_noise(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits) {
   const Tag tag;
   const Words words;
   const hn::Rebind<std::int32_t, Tag> numbers;
+  const hn::Rebind<float, Tag> floats;
   const auto lanes = static_cast<std::ptrdiff_t>(hn::Lanes(tag));
-  const auto of = [&](auto some) {
+  const auto perturbed = [&](auto some, auto logit) {
     const auto wide = hn::BitCast(words, hn::PromoteTo(hn::RebindToSigned<Tag>(), some));
     const auto bits = hn::ShiftRight<11>(mixed(hn::Xor(hn::Set(words, chain), wide)));  // of uniform() in random.h
     const auto whole = hn::ConvertTo(tag, hn::BitCast(hn::RebindToSigned<Tag>(), bits));
     const auto uniform = hn::Mul(hn::Add(whole, hn::Set(tag, 0.5)), hn::Set(tag, 0x1p-53));
-    return hn::Neg(hn::Log(tag, hn::Neg(hn::Log(tag, uniform))));
+    const auto noise = hn::Log(floats, hn::DemoteTo(floats, hn::Neg(hn::Log(tag, uniform))));  // -G
+    const auto sum = hn::Sub(logit, hn::Mul(noise, hn::Set(floats, std::numbers::log2e_v<float>)));
+    return hn::Div(sum, hn::Set(floats, tau));
   };
   std::ptrdiff_t i = 0;
-  for (; i + lanes <= n; i += lanes) hn::StoreU(of(hn::LoadU(numbers, x + i)), tag, noise + i);
+  for (; i + lanes <= n; i += lanes)
+    hn::StoreU(perturbed(hn::LoadU(numbers, x + i), hn::LoadU(floats, logits + i)), floats, logits + i);
   if (i == n) return;
   std::int32_t last[hn::MaxLanes(tag)] = {};
-  HWY_ALIGN double rest[hn::MaxLanes(tag)];
+  float rest[hn::MaxLanes(tag)] = {};
   std::copy_n(x + i, n - i, last);
-  hn::Store(of(hn::LoadU(numbers, last)), tag, rest);
-  std::copy_n(rest, n - i, noise + i);
+  std::copy_n(logits + i, n - i, rest);
+  hn::StoreU(perturbed(hn::LoadU(numbers, last), hn::LoadU(floats, rest)), floats, rest);
+  std::copy_n(rest, n - i, logits + i);
 }
 
 }  // namespace
 
 const ElementaryKernels& elementary_table() {
   static const ElementaryKernels table{
-      .largest = largest, .exponentials = exponentials, .gumbel_variates = gumbel_variates};
+      .largest = largest, .exponentials = exponentials, .add_gumbel_noise = add_gumbel_noise};
   return table;
 }
 

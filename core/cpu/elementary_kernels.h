@@ -13,8 +13,9 @@ struct ElementaryKernels {
   double (*largest)(const double* x, std::ptrdiff_t n, double least);
   /// x[i] = exp(x[i] - most) for i < n, 0 for -infinity; returns their sum.
   double (*exponentials)(double* x, std::ptrdiff_t n, double most);
-  /// noise[i] = -ln(-ln u) for i < n, u = uniform(chained(chain, x[i])): variates of the standard Gumbel distribution.
-  void (*gumbel_variates)(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, double* noise);
+  /// logits[i] = (logits[i] + G / ln 2) / tau for i < n, G = -ln(-ln u) with u = uniform(chained(chain, x[i])): a
+  /// variate of the standard Gumbel distribution, its last logarithm in float32.
+  void (*add_gumbel_noise)(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits);
 };
 
 /// The kernels of the level that choose_simd_level() chooses. Throws as it does.

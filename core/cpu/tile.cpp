@@ -295,15 +295,15 @@ void raise_row_reference(LogitRow& row) {
   }
 }
 
-void row_shares(const LogitRow& row, float factor, double* out) {
+void add_row_shares(const LogitRow& row, float factor, double* sums) {
   const Doubles doubles;
   const HalfFloats floats;
   int key = row.first;
   for (; key + wide_lanes <= row.end; key += wide_lanes) {
     const auto share = hn::Mul(hn::Set(floats, factor), hn::LoadU(floats, row.exponentials + key));
-    hn::StoreU(hn::PromoteTo(doubles, share), doubles, out + key);
+    hn::StoreU(hn::Add(hn::LoadU(doubles, sums + key), hn::PromoteTo(doubles, share)), doubles, sums + key);
   }
-  for (; key < row.end; ++key) out[key] = static_cast<double>(factor * row.exponentials[key]);
+  for (; key < row.end; ++key) sums[key] += static_cast<double>(factor * row.exponentials[key]);
 }
 
 void add_columns(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns) {
@@ -543,7 +543,7 @@ const TileKernels& kernels() {
       .wide_pack = wide_pack,
       .row_exponentials = row_exponentials,
       .raise_row_reference = raise_row_reference,
-      .row_shares = row_shares,
+      .add_row_shares = add_row_shares,
       .fold_row_sums = fold_row_sums,
       .add_columns = add_columns,
       .wide_products = wide_products,

@@ -100,8 +100,8 @@ struct TileKernels {
   /// bits.
   bool (*row_exponentials)(LogitRow& row);
   void (*raise_row_reference)(LogitRow& row);
-  /// out[key] = factor * p[key] for the keys that the row sees.
-  void (*row_shares)(const LogitRow& row, float factor, double* out);
+  /// sums[key] += factor * p[key] for the keys that the row sees.
+  void (*add_row_shares)(const LogitRow& row, float factor, double* sums);
 
   /// row_sums += lane_sums, which begin again.
   void (*fold_row_sums)(const TileBlock& block);

@@ -120,7 +120,7 @@ Matrix LayerView::attention(std::span<const std::int32_t> queries, std::span<con
   Timed timed(Work::observable, "attention");
   timed.counts([&] { return visible_pairs(tensors_, queries, tokens()) * tensors_.q.dim; });
   AttentionSums what{.queries = queries, .weights = weights, .columns = tokens(), .above_uniform = above_uniform};
-  if (whole_ != nullptr) {
+  if (!is_whole()) {
     what.resident = residents_.positions;
     what.resident_rows = residents_.rows;
     what.positions = residents_.place;

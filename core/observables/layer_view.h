@@ -106,6 +106,8 @@ class LayerView {
   /// Of a row of the policy's granularity; all rows share a list where there is one.
   ResidentPositions positions(int row) const;
   const Residents& residents() const { return residents_; }
+  /// All of the prompt is resident.
+  bool is_whole() const { return whole_ == nullptr; }
 
   /// The number of queries in a window of this length: at most all before `end`.
   int queries_before(int window, int end = newest) const { return std::min(window, end_of_window(end)); }

@@ -3,49 +3,93 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <limits>
+#include <numbers>
+#include <vector>
 
-#include "attention/softmax_keys.h"
-#include "float_types.h"
+#include "attention/row_sums.h"
+#include "cpu/softmax_block.h"
+#include "error.h"
 
 namespace kvreplay {
+namespace {
+
+// Logits that are computed at once: half of a second-level cache, but no more rows than hide the reading of keys.
+constexpr std::size_t block_bytes = std::size_t{1} << 19;
+constexpr std::size_t block_rows = 48;
+
+SoftmaxKeys keys_of(const LayerView& view, int kv_head) {
+  SoftmaxKeys keys{.count = view.tokens(), .positions = view.residents().place};
+  if (!view.is_whole()) keys.resident = view.positions(kv_head).numbers();
+  return keys;
+}
+
+}  // namespace
+
+void HeadLogits::add_softmax(double weight, std::span<double> sums, double sink) const {
+  const TileKernels& kernels = tile_kernels();
+  LogitRow row{.logits = logits, .exponentials = exponentials, .first = first, .end = end};
+  const auto is_finite = [&] { return kernels.row_exponentials(row) && std::isfinite(row.sum); };
+  if (!is_finite()) {
+    kernels.raise_row_reference(row);
+    if (!is_finite()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
+  }
+  const double sum = row.sum + sink_weight(sink * std::numbers::log2e, static_cast<double>(row.reference));
+  if (sum > 0) kernels.add_row_shares(row, static_cast<float>(weight / sum), sums.data());
+}
 
 QueryLogits::QueryLogits(const LayerView& view, int kv_head)
-    : view_(view), positions_(view.positions(kv_head).numbers()), keys_(view.keys(), kv_head) {}
-
-void QueryLogits::of(int query_head, std::int32_t position, std::span<double> logits) const {
-  of_each(query_head, std::span(&position, 1), logits);
+    : view_(view),
+      kv_head_(kv_head),
+      kernels_(tile_kernels()),
+      keys_(keys_of(view, kv_head)),
+      form_(form_of(kernels_, view.tensors(), keys_)) {
+  const int tiles = (keys_.count + kernels_.keys - 1) / kernels_.keys;
+  const std::size_t cells = product(form_.cells(view.tensors().k.dim), kernels_.keys);
+  float* packed = packed_.at_least(static_cast<std::size_t>(tiles) * cells);
+  AlignedBuffer<float> staging;
+  for (int tile = 0; tile < tiles; ++tile)
+    pack_keys(kernels_, form_, view.tensors(), kv_head, keys_, tile, staging,
+              packed + static_cast<std::size_t>(tile) * cells);
 }
 
-void QueryLogits::of_each(int query_head, std::span<const std::int32_t> queries, std::span<double> logits) const {
-  if (view_.backend().interruption().ended()) return;  // LayerView::on_threads() throws
+void QueryLogits::of_each(std::span<const std::int32_t> queries, const Visit& visit) const {
+  if (queries.empty() || keys_.count == 0) return;
   const LayerTensors& tensors = view_.tensors();
-  const auto dim = static_cast<std::size_t>(tensors.q.dim), count = logits.size() / queries.size();
-  std::vector<double> vectors(queries.size() * dim);
-  for (std::size_t i = 0; i < queries.size(); ++i) {
-    const std::span<double> query = std::span(vectors).subspan(i * dim, dim);
-    read_row(tensors.q, query_head, stored_query(tensors, queries[i]), query);
-    if (view_.residents().place == Positions::cache) {
-      const auto slot = static_cast<std::int32_t>(std::ranges::find(positions_, queries[i]) - positions_.begin());
-      rotate(tensors.rope, slot - queries[i], query);
+  const auto group = static_cast<std::size_t>(tensors.group());
+  const std::vector<QueryPlace> places = query_places(tensors, queries, keys_);
+  const auto tile_keys = static_cast<std::size_t>(kernels_.keys);
+  const std::size_t cells = product(form_.cells(tensors.k.dim), kernels_.keys);
+  const std::size_t stride = (static_cast<std::size_t>(keys_.count) + tile_keys - 1) / tile_keys * tile_keys;
+  const std::size_t rows = std::clamp(block_bytes / (stride * sizeof(float)), group, std::max(group, block_rows));
+  const std::size_t at_once = rows / group;  // queries
+  SoftmaxBlock block(kernels_);
+  AlignedBuffer<float> logit_buffer, exponential_buffer;
+  float* logits = logit_buffer.at_least(at_once * group * stride);
+  float* exponentials = exponential_buffer.at_least(stride);
+  std::vector<BlockRow> block_of_rows;
+  std::vector<HeadLogits> heads(group);
+  for (std::size_t begin = 0; begin < queries.size(); begin += at_once) {
+    if (view_.backend().interruption().ended()) return;  // LayerView::on_threads() throws
+    const std::size_t end = std::min(begin + at_once, queries.size());
+    block_of_rows.clear();
+    for (std::size_t i = begin; i < end; ++i)
+      for (std::size_t member = 0; member < group; ++member) {
+        block_of_rows.push_back({kv_head_ * tensors.group() + static_cast<int>(member), places[i]});
+        block_of_rows.back().place.first = 0;
+      }
+    block.prepare(tensors, form_, block_of_rows, false);
+    block.write_logits([&](int tile) { return packed_.data() + static_cast<std::size_t>(tile) * cells; }, stride,
+                       logits);
+    for (std::size_t i = begin; i < end; ++i) {
+      for (std::size_t member = 0; member < group; ++member)
+        heads[member] = {.head = kv_head_ * tensors.group() + static_cast<int>(member),
+                         .first = places[i].first,
+                         .end = places[i].end,
+                         .logits = logits + ((i - begin) * group + member) * stride,
+                         .exponentials = exponentials};
+      visit(queries[i], heads);
     }
   }
-  keys_.with_each_fused(vectors, 0, logits);
-  const double scale = tensors.softmax_scale, cap = tensors.logit_softcap;
-  constexpr double invisible = -std::numeric_limits<double>::infinity();
-  for (std::size_t i = 0; i < queries.size(); ++i) {
-    const std::span<double> row = logits.subspan(i * count, count);
-    for (double& logit : row) logit *= scale;
-    if (cap > 0)
-      for (double& logit : row) logit = cap * std::tanh(logit / cap);
-    const auto before = static_cast<std::size_t>(end_of_visible(tensors.first_visible(queries[i]) - 1));
-    std::ranges::fill(row.first(std::min(before, count)), invisible);
-    std::ranges::fill(row.subspan(std::min(static_cast<std::size_t>(end_of_visible(queries[i])), count)), invisible);
-  }
-}
-
-int QueryLogits::end_of_visible(std::int32_t position) const {
-  return static_cast<int>(std::ranges::upper_bound(positions_, position) - positions_.begin());
 }
 
 }  // namespace kvreplay

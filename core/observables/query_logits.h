@@ -1,50 +1,49 @@
-// Logits of single queries over the resident tokens, in float64 on this machine: for scores that are not sums of
-// attention, which a backend computes. Last bits depend on the SIMD level.
+// Logits of single queries over the resident tokens, in float32 on this machine: for scores that are not sums of
+// attention, which a backend computes.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <limits>
 #include <span>
-#include <vector>
 
+#include "attention/softmax_keys.h"
+#include "cpu/aligned_buffer.h"
+#include "cpu/tile.h"
 #include "observables/layer_view.h"
-#include "observables/vector_products.h"
 
 namespace kvreplay {
+
+/// What a query head gives the resident tokens [first, end), which the query sees: z(t,j) / ln 2 under the softcap.
+struct HeadLogits {
+  int head = 0;
+  int first = 0;
+  int end = 0;
+  float* logits = nullptr;        // [n]; may be changed between `first` and `end`
+  float* exponentials = nullptr;  // [n], to work in
+
+  std::span<float> seen() const { return {logits + first, logits + end}; }
+  /// sums[j] += weight * softmax(logits)[j] from `first` to `end`. `sink`: a logit that takes part, in units of 1.
+  /// Throws Error{input} where a logit is not finite.
+  void add_softmax(double weight, std::span<double> sums, double sink = -std::numeric_limits<double>::infinity()) const;
+};
 
 /// Of the query heads that read one KV head. The view must outlive it.
 class QueryLogits {
  public:
-  /// The most queries of a block, for which of_each() reads the keys from memory once.
-  static constexpr std::size_t at_once = 16;
-
   QueryLogits(const LayerView& view, int kv_head);
 
-  /// z(t,j) of the query at position t for the first logits.size() resident tokens, under the softcap; -infinity for
-  /// tokens that the query does not see. With cache positions the query must be resident.
-  void of(int query_head, std::int32_t position, std::span<double> logits) const;
-
-  /// The same of several queries, [positions, n]: in less time than one after the other.
-  void of_each(int query_head, std::span<const std::int32_t> positions, std::span<double> logits) const;
-
-  /// Number of resident tokens up to the last one that the query sees.
-  int end_of_visible(std::int32_t position) const;
-
-  /// Calls visit(block, width) with blocks of ascending queries; `width`: end_of_visible() of the last query of a
-  /// block.
-  template <class Visit>
-  void in_blocks(std::span<const std::int32_t> queries, Visit visit) const {
-    for (std::size_t first = 0; first < queries.size(); first += at_once) {
-      const std::span<const std::int32_t> block = queries.subspan(first, std::min(at_once, queries.size() - first));
-      visit(block, static_cast<std::size_t>(end_of_visible(block.back())));
-    }
-  }
+  /// Calls visit(position, heads) for each of these queries, ascending. With cache positions they must be resident.
+  using Visit = std::function<void(std::int32_t position, std::span<HeadLogits> heads)>;
+  void of_each(std::span<const std::int32_t> queries, const Visit& visit) const;
 
  private:
   const LayerView& view_;
-  std::span<const std::int32_t> positions_;
-  VectorProducts keys_;
+  const int kv_head_;
+  const TileKernels& kernels_;
+  SoftmaxKeys keys_;
+  const TileForm& form_;
+  AlignedBuffer<float> packed_;  // [tiles, cells, keys of a tile]
 };
 
 }  // namespace kvreplay

@@ -20,9 +20,9 @@ void to_softmax(std::span<double> logits, double sink) {
   for (double& weight : logits) weight /= sum;
 }
 
-void gumbel_variates(std::uint64_t chain, std::span<const std::int32_t> numbers, std::span<double> noise) {
-  elementary_kernels().gumbel_variates(chain, numbers.data(), static_cast<std::ptrdiff_t>(numbers.size()),
-                                       noise.data());
+void add_gumbel_noise(std::uint64_t chain, std::span<const std::int32_t> numbers, double tau, std::span<float> logits) {
+  elementary_kernels().add_gumbel_noise(chain, numbers.data(), static_cast<std::ptrdiff_t>(numbers.size()),
+                                        static_cast<float>(tau), logits.data());
 }
 
 }  // namespace kvreplay

@@ -10,8 +10,8 @@ namespace kvreplay {
 /// Replaces logits by exp(z_j) / (exp(sink) + sum over i of exp(z_i)); all are 0 where every term is.
 void to_softmax(std::span<double> logits, double sink = -std::numeric_limits<double>::infinity());
 
-/// noise[i] = -ln(-ln u), u = uniform(chained(chain, numbers[i])) of random.h: variates of the standard Gumbel
-/// distribution.
-void gumbel_variates(std::uint64_t chain, std::span<const std::int32_t> numbers, std::span<double> noise);
+/// logits[i] = (logits[i] + G / ln 2) / tau, G = -ln(-ln u) with u = uniform(chained(chain, numbers[i])) of random.h: a
+/// variate of the standard Gumbel distribution. Logits are in units of ln 2, as those of query_logits.h.
+void add_gumbel_noise(std::uint64_t chain, std::span<const std::int32_t> numbers, double tau, std::span<float> logits);
 
 }  // namespace kvreplay

@@ -30,20 +30,12 @@ void VectorProducts::with(std::span<const double> x, int first, std::span<double
 }
 
 void VectorProducts::with_each(std::span<const double> xs, int first, std::span<double> products) const {
-  combine(kernels_.lists_of_doubles, xs, first, products);
-}
-
-void VectorProducts::with_each_fused(std::span<const double> xs, int first, std::span<double> products) const {
-  combine(kernels_.fused_lists, xs, first, products);
-}
-
-void VectorProducts::combine(decltype(CombinationKernels::lists_of_doubles) of_lists, std::span<const double> xs,
-                             int first, std::span<double> products) const {
   constexpr int width = static_cast<int>(panel);
   const int lists = static_cast<int>(xs.size()) / dim_, n = static_cast<int>(products.size()) / lists;
   for (int i = 0, end = 0; i < n; i = end) {
     end = std::min(n, i + width - (first + i) % width);
-    of_lists(xs.data(), lists, dim_, channels_.data() + place(first + i), width, end - i, products.data() + i, n);
+    kernels_.lists_of_doubles(xs.data(), lists, dim_, channels_.data() + place(first + i), width, end - i,
+                              products.data() + i, n);
   }
 }
 

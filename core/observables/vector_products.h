@@ -24,16 +24,12 @@ class VectorProducts {
   void with(std::span<const double> x, int first, std::span<double> products) const;
   /// The same of several vectors, [lists, dim] to [lists, n].
   void with_each(std::span<const double> xs, int first, std::span<double> products) const;
-  /// The same in less time; the last bits depend on the SIMD level (cpu/combination_kernels.h).
-  void with_each_fused(std::span<const double> xs, int first, std::span<double> products) const;
   /// Vector i.
   void read(int i, std::span<double> vector) const;
 
  private:
   static constexpr std::size_t panel = 16;  // vectors; 16 KiB of 128 channels, which the L1 cache holds for all lists
 
-  void combine(decltype(CombinationKernels::lists_of_doubles) lists, std::span<const double> xs, int first,
-               std::span<double> products) const;
   std::size_t place(int i) const;  // of channel 0 of vector i; the next channel is `panel` numbers on
 
   int count_, dim_;

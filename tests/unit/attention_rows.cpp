@@ -105,6 +105,29 @@ TEST_P(AttentionRowsOf, HaveTheBitsOfSumsOfOneQuery) {
   });
 }
 
+TEST_P(AttentionRowsOf, AreTheColumnsThatAreWanted) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  const auto queries = range(shape.tokens - 61, shape.tokens);
+  ChangingTokens tokens(shape, shape.kv_heads, queries);
+  const auto backend = tested_backend(2);
+  const auto all = backend->attention_rows(layer.tensors(), tokens.what);
+  std::vector<NumberRange> wanted;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const int columns = all[i].columns(), first = static_cast<int>(i * i) % columns;
+    wanted.push_back({first, first + static_cast<int>(7 * i) % (columns - first + 1)});
+  }
+  tokens.what.wanted = wanted;
+  for (const auto& found : {backend->attention_rows(layer.tensors(), tokens.what),
+                            backend->Backend::attention_rows(layer.tensors(), tokens.what)})
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      ASSERT_EQ(found[i].columns(), wanted[i].end - wanted[i].first);
+      for (int head = 0; head < shape.query_heads; ++head)
+        for (int column = 0; column < found[i].columns(); ++column)
+          ASSERT_EQ(found[i](head, column), all[i](head, wanted[i].first + column)) << "query " << i;
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Shapes, AttentionRowsOf,
     ::testing::Values(

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <numbers>
 #include <vector>
 
 #include "attention_reference.h"
@@ -68,35 +69,42 @@ std::uint64_t chain_to(std::uint64_t mixed) {
   return unshifted(mixed, 30) - 0x9E3779B97F4A7C15u;
 }
 
-TEST(Elementary, GumbelVariatesOfTheSmallestAndLargestUniformNumbers) {
+/// G of a uniform number, in units of ln 2.
+double gumbel(std::uint64_t mixed) { return -std::log(-std::log(uniform(mixed))) / std::numbers::ln2; }
+
+TEST(Elementary, GumbelNoiseOfTheSmallestAndLargestUniformNumbers) {
   testing::at_every_simd_level([](const char* level) {
-    for (const double bits : {0x0p0, 0x1p53 * 1e-9, 0x1p53 * 0.3, 0x1p52, 0x1p53 - 0x1p23, 0x1p53 - 2, 0x1p53 - 1}) {
+    for (const double bits : {0x0p0, 0x1p53 * 1e-9, 0x1p53 * 0.3, 0x1p52, 0x1p53 - 0x1p23, 0x1p53 - 2}) {
       const std::uint64_t mixed = static_cast<std::uint64_t>(bits) << 11, before = chain_to(mixed);
       ASSERT_EQ(chained(before, 0), mixed);
       const std::int32_t number = 0;
-      double found = 0;
-      elementary_kernels().gumbel_variates(before, &number, 1, &found);
-      const double u = uniform(mixed), expected = -std::log(-std::log(u));
-      ASSERT_NEAR(found, expected, tolerance * (1 + std::abs(expected))) << level << ", u = " << u;
+      float found = 0;
+      elementary_kernels().add_gumbel_noise(before, &number, 1, 1, &found);
+      ASSERT_NEAR(found, gumbel(mixed), 3e-7 * (1 + std::abs(gumbel(mixed)))) << level << ", u = " << uniform(mixed);
     }
   });
 }
 
-TEST(Elementary, GumbelVariatesAreThoseOfTheStandardLibrary) {
+TEST(Elementary, GumbelNoiseIsThatOfTheStandardLibrary) {
   testing::at_every_simd_level([](const char* level) {
-    for (const std::size_t n : {1u, 2u, 7u, 8u, 9u, 3000u}) {
-      const std::uint64_t before = chain(2, n);
-      std::vector<std::int32_t> numbers(n);
-      for (std::size_t i = 0; i < n; ++i) numbers[i] = static_cast<std::int32_t>(i % 3 == 2 ? (1 << 30) + i : 2 * i);
-      std::vector<double> found(n + 1, 7);
-      elementary_kernels().gumbel_variates(before, numbers.data(), static_cast<std::ptrdiff_t>(n), found.data());
-      for (std::size_t i = 0; i < n; ++i) {
-        const double u = uniform(chained(before, static_cast<std::uint64_t>(numbers[i])));
-        const double expected = -std::log(-std::log(u));
-        ASSERT_NEAR(found[i], expected, tolerance * (1 + std::abs(expected))) << level << ", u = " << u;
+    for (const std::size_t n : {1u, 2u, 7u, 8u, 9u, 3000u})
+      for (const float tau : {1.0F, 2.5F}) {
+        const std::uint64_t before = chain(2, n);
+        std::vector<std::int32_t> numbers(n);
+        std::vector<float> found(n + 1, 7);
+        for (std::size_t i = 0; i < n; ++i) {
+          numbers[i] = static_cast<std::int32_t>(i % 3 == 2 ? (1 << 30) + i : 2 * i);
+          found[i] = static_cast<float>(i % 50);
+        }
+        elementary_kernels().add_gumbel_noise(before, numbers.data(), static_cast<std::ptrdiff_t>(n), tau,
+                                              found.data());
+        for (std::size_t i = 0; i < n; ++i) {
+          const double noise = gumbel(chained(before, static_cast<std::uint64_t>(numbers[i])));
+          const double expected = (static_cast<double>(i % 50) + noise) / tau;
+          ASSERT_NEAR(found[i], expected, 5e-7 * (1 + std::abs(expected))) << level << ", number " << numbers[i];
+        }
+        ASSERT_EQ(found[n], 7) << level << ", n = " << n;
       }
-      ASSERT_EQ(found[n], 7) << level << ", n = " << n;
-    }
   });
 }
 

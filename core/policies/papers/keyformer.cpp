@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <span>
 #include <vector>
@@ -55,35 +56,38 @@ struct Keyformer {
 
   /// [Hq, n]: accumulated by all queries so far.
   const Matrix& accumulated(const LayerView& view) const {
-    return view.remember(
-        "gumbel_attention", {tau, static_cast<double>(seed >> 32), static_cast<double>(seed & 0xFFFFFFFFu)}, [&] {
-          Matrix sums(view.query_heads(), view.tokens());
-          std::vector<QueryLogits> logits;
-          for (int head = 0; head < view.kv_heads(); ++head) logits.emplace_back(view, head);
-          view.on_threads(static_cast<std::size_t>(view.query_heads()), [&](std::size_t number) {
-            const auto head = static_cast<int>(number);
-            accumulate(view, logits[number / static_cast<std::size_t>(view.group())], head, sums.row(head));
-          });
-          return sums;
-        });
+    return view.remember("gumbel_attention",
+                         {tau, static_cast<double>(seed >> 32), static_cast<double>(seed & 0xFFFFFFFFu)}, [&] {
+                           Matrix sums(view.query_heads(), view.tokens());
+                           for (int head = 0; head < view.kv_heads(); ++head) accumulate(view, head, sums);
+                           return sums;
+                         });
   }
 
-  void accumulate(const LayerView& view, const QueryLogits& logits, int head, std::span<double> sums) const {
-    const std::span<const std::int32_t> positions = view.positions(head / view.group()).numbers();
+  void accumulate(const LayerView& view, int kv_head, Matrix& sums) const {
+    constexpr std::size_t pieces =
+        16;  // each with its own sums, added in order: the same bits on any number of threads
+    const QueryLogits logits(view, kv_head);
+    const std::span<const std::int32_t> positions = view.positions(kv_head).numbers();
     const std::vector<std::int32_t> queries = view.last_queries(view.residents().seen);
-    std::vector<double> rows(QueryLogits::at_once * sums.size()), noise(sums.size());
-    logits.in_blocks(queries, [&](std::span<const std::int32_t> some, std::size_t width) {
-      logits.of_each(head, some, std::span(rows).first(some.size() * width));
-      for (std::size_t i = 0; i < some.size(); ++i) {
-        const std::span row =
-            std::span(rows).subspan(i * width, static_cast<std::size_t>(logits.end_of_visible(some[i])));
-        const std::uint64_t of_query = chain(seed, view.stored_layer(), head, some[i]);
-        gumbel_variates(of_query, positions.first(row.size()), noise);
-        for (std::size_t j = 0; j < row.size(); ++j) row[j] = (row[j] + noise[j]) / tau;
-        to_softmax(row);
-        for (std::size_t j = 0; j < row.size(); ++j) sums[j] += row[j];
-      }
+    std::vector<Matrix> of_pieces(pieces);
+    view.on_threads(pieces, [&](std::size_t number) {
+      Matrix& of_piece = of_pieces[number] = Matrix(view.group(), view.tokens());
+      const std::size_t begin = number * queries.size() / pieces, end = (number + 1) * queries.size() / pieces;
+      logits.of_each(
+          std::span(queries).subspan(begin, end - begin), [&](std::int32_t query, std::span<const HeadLogits> heads) {
+            for (const HeadLogits& head : heads) {
+              const std::span<float> seen = head.seen();
+              add_gumbel_noise(chain(seed, view.stored_layer(), head.head, query),
+                               positions.subspan(static_cast<std::size_t>(head.first), seen.size()), tau, seen);
+              head.add_softmax(1, of_piece.row(head.head % view.group()));
+            }
+          });
     });
+    for (const Matrix& of_piece : of_pieces)
+      for (int member = 0; member < view.group(); ++member)
+        std::ranges::transform(of_piece.row(member), sums.row(kv_head * view.group() + member),
+                               sums.row(kv_head * view.group() + member).begin(), std::plus());
   }
 
   Plan plan() const {

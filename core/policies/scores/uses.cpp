@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "observables/query_logits.h"
-#include "observables/softmax.h"
 #include "policies/arithmetic/ranking.h"
 
 namespace kvreplay {
@@ -19,27 +18,21 @@ void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std
               std::span<double> counts, std::span<double> last) {
   constexpr double above_uniform = 1.0 + 1e-6;
   const std::span<const std::int32_t> positions = view.positions(kv_head).numbers();
-  std::vector<double> of_head(QueryLogits::at_once * counts.size()), sums(of_head.size());
-  logits.in_blocks(queries, [&](std::span<const std::int32_t> some, std::size_t width) {
-    std::ranges::fill(sums, 0.0);
-    for (int head = kv_head * view.group(); head < (kv_head + 1) * view.group(); ++head) {
-      const std::span<double> rows = std::span(of_head).first(some.size() * width);
-      logits.of_each(head, some, rows);
-      for (std::size_t i = 0; i < some.size(); ++i)
-        to_softmax(rows.subspan(i * width, width), view.tensors().sink(head));
-      for (std::size_t j = 0; j < rows.size(); ++j) sums[j] += rows[j];
-    }
-    for (std::size_t i = 0; i < some.size(); ++i) {
-      const std::int32_t query = some[i];
-      const int end = logits.end_of_visible(query),
-                begin = logits.end_of_visible(view.tensors().first_visible(query) - 1);
-      const std::span sum = std::span(sums).subspan(i * width, static_cast<std::size_t>(end));
-      const double least = above_uniform * view.group() / static_cast<double>(end - begin);
-      for (std::size_t j = 0; j < sum.size(); ++j)
-        if (positions[j] < query && sum[j] > least) {
-          counts[j] += 1;
-          last[j] = query;
-        }
+  std::vector<double> sums(counts.size());  // over the group
+  logits.of_each(queries, [&](std::int32_t query, std::span<const HeadLogits> heads) {
+    const auto first = static_cast<std::size_t>(heads.front().first), end = static_cast<std::size_t>(heads.front().end);
+    std::fill(sums.begin() + heads.front().first, sums.begin() + heads.front().end, 0.0);
+    for (const HeadLogits& head : heads) head.add_softmax(1, sums, view.tensors().sink(head.head));
+    for (std::size_t j = end; j-- > first;)
+      if (positions[j] == query) {
+        sums[j] = 0;  // its own key
+        break;
+      }
+    const double least = above_uniform * view.group() / static_cast<double>(end - first);
+    for (std::size_t j = first; j < end; ++j) {
+      const bool used = sums[j] > least;
+      counts[j] += used ? 1.0 : 0.0;
+      last[j] = used ? query : last[j];
     }
   });
 }

@@ -43,17 +43,6 @@ struct Merge {
 constexpr std::int32_t steps_at_once = 64;
 constexpr std::size_t attention_bytes = std::size_t{32} << 20;
 
-/// Removes the elements of these numbers, ascending.
-template <class T>
-void erase_numbers(std::vector<T>& elements, std::span<const std::size_t> numbers) {
-  if (numbers.empty()) return;
-  const auto at = [&](std::size_t number) { return elements.begin() + static_cast<std::ptrdiff_t>(number); };
-  auto end = at(numbers.front());
-  for (std::size_t i = 0; i < numbers.size(); ++i)
-    end = std::move(at(numbers[i] + 1), i + 1 < numbers.size() ? at(numbers[i + 1]) : elements.end(), end);
-  elements.erase(end, elements.end());
-}
-
 /// The first `most` numbers behind each of several, which are asked for from the last to the first and are not among
 /// them; all are less than `end`.
 class FirstBehind {
@@ -78,34 +67,48 @@ class FirstBehind {
   std::vector<std::int32_t> behind_;
 };
 
-/// The tokens of a KV head that are resident as its queries come, and the attention to them.
-class ResidentTokens {
+/// A token and its number among those that are resident to a query.
+struct Evicted {
+  std::size_t number = 0;
+  std::int32_t token = 0;
+};
+
+/// Removes the elements of these numbers, ascending.
+template <class T>
+void erase_numbers(std::vector<T>& elements, std::span<const Evicted> evicted) {
+  if (evicted.empty()) return;
+  const auto at = [&](std::size_t number) { return elements.begin() + static_cast<std::ptrdiff_t>(number); };
+  auto end = at(evicted.front().number);
+  for (std::size_t i = 0; i < evicted.size(); ++i)
+    end =
+        std::move(at(evicted[i].number + 1), i + 1 < evicted.size() ? at(evicted[i + 1].number) : elements.end(), end);
+  elements.erase(end, elements.end());
+}
+
+/// What some query heads of a KV head have paid to the tokens that are resident to a query.
+class PaidAttention {
  public:
-  ResidentTokens(Attention attention, int group) : attention_(attention), rows_(static_cast<std::size_t>(group)) {
+  PaidAttention(Attention attention, int group) : attention_(attention), rows_(static_cast<std::size_t>(group)) {
     if (attention == Attention::cumulative) sums_.resize(rows_.size());
   }
 
-  const std::vector<std::int32_t>& numbers() const { return numbers_; }
-  void append(std::int32_t first, std::int32_t last) {
-    for (std::int32_t token = first; token <= last; ++token) numbers_.push_back(token);
-  }
-  /// Attention of the query heads from `first_head` on, of queries that have come since the last eviction. It must
-  /// outlive the calls of attention().
-  void attend(const Matrix& attention, int first_head) {
+  /// Attention of the query heads from `first_head` on, of queries that have come since the last eviction, to the
+  /// resident tokens from number `first` on: all of them where it accumulates. It must outlive the calls of of().
+  void attend(const Matrix& attention, int first_head, int first) {
+    first_ = static_cast<std::size_t>(first);
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       const std::span<const double> row = attention.row(first_head + static_cast<int>(head));
       rows_[head] = attention_ == Attention::current ? row : added(row, sums_[head]);
     }
   }
   /// Mean over the query heads.
-  double attention(std::size_t number) const {
-    double sum = rows_.front()[number];
-    for (std::size_t head = 1; head < rows_.size(); ++head) sum += rows_[head][number];
+  double of(std::size_t number) const {
+    double sum = rows_.front()[number - first_];
+    for (std::size_t head = 1; head < rows_.size(); ++head) sum += rows_[head][number - first_];
     return sum / static_cast<double>(rows_.size());
   }
-  void evict(std::span<const std::size_t> numbers) {
-    erase_numbers(numbers_, numbers);
-    for (std::vector<double>& sums : sums_) erase_numbers(sums, numbers);
+  void evict(std::span<const Evicted> evicted) {
+    for (std::vector<double>& sums : sums_) erase_numbers(sums, evicted);
   }
 
  private:
@@ -117,9 +120,15 @@ class ResidentTokens {
   }
 
   Attention attention_;
-  std::vector<std::int32_t> numbers_;          // ascending
+  std::size_t first_ = 0;
   std::vector<std::vector<double>> sums_;      // [group, tokens] of cumulative attention
   std::vector<std::span<const double>> rows_;  // [group] what the query, or all queries, have paid
+};
+
+/// What a row evicts after a query.
+struct Eviction {
+  std::size_t resident = 0;      // tokens to the query
+  std::vector<Evicted> evicted;  // ascending
 };
 
 class MergedLayer final : public MergingLayer {
@@ -128,11 +137,13 @@ class MergedLayer final : public MergingLayer {
       : MergingLayer(view, selection),
         part_(part),
         positions_(positions),
-        resident_(static_cast<std::size_t>(view.kv_heads()), ResidentTokens(part.attention, view.group())),
+        resident_(static_cast<std::size_t>(rows())),
+        paid_(static_cast<std::size_t>(view.kv_heads()), PaidAttention(part.attention, view.group())),
         merges_(static_cast<std::size_t>(view.kv_heads())) {
     for (int row = 0; row < rows(); ++row) evictions_.push_back(evictions_of(row));
     find_merges();
     resident_.clear();
+    paid_.clear();
     evictions_.clear();
   }
 
@@ -152,13 +163,22 @@ class MergedLayer final : public MergingLayer {
     std::int32_t first = 0;  // query since the last eviction
     for (std::span<const std::int32_t> left = steps(); !left.empty();) {
       const std::span<const std::int32_t> some = left.first(at_once(left, first));
+      const bool of_one_query = reads_one_query(some.front(), first);
+      const std::vector<std::int32_t> tokens = resident_and(first, some.back());
+      std::vector<std::vector<Eviction>> evictions;  // [rows][steps]
+      for (int row = 0; row < rows(); ++row) evictions.push_back(evict(row, some, first));
+      std::vector<NumberRange> wanted;
+      for (std::size_t i = 0; i < some.size(); ++i) wanted.push_back(compared(evictions, i));
       const std::vector<Matrix> attention =
-          reads_one_query(some.front(), first) ? of_queries(some, first) : std::vector{since(first, some.front())};
-      view().on_threads(static_cast<std::size_t>(view().kv_heads()), [&](std::size_t head) {
-        std::int32_t appended = first;
+          of_one_query ? of_queries(some, tokens, wanted) : std::vector{since(first, some.front(), tokens)};
+      view().on_threads(static_cast<std::size_t>(view().kv_heads()), [&](std::size_t number) {
+        const int head = static_cast<int>(number);
+        PaidAttention& paid = paid_[number];
         for (std::size_t i = 0; i < some.size(); ++i) {
-          take(some[i], static_cast<int>(head), appended, attention[i]);
-          appended = some[i] + 1;
+          const Eviction& eviction = evictions[static_cast<std::size_t>(row_of(head))][i];
+          paid.attend(attention[i], head * view().group(), wanted[i].first);
+          add_merges(some[i], head, paid, eviction);
+          paid.evict(eviction.evicted);
         }
       });
       first = some.back() + 1;
@@ -173,7 +193,7 @@ class MergedLayer final : public MergingLayer {
 
   /// Steps whose attention is computed at once: of one query each, or a single step of several queries.
   std::size_t at_once(std::span<const std::int32_t> left, std::int32_t first) const {
-    const std::size_t tokens = resident_.front().numbers().size() + static_cast<std::size_t>(left.front() - first) + 1;
+    const std::size_t tokens = resident_.front().size() + static_cast<std::size_t>(left.front() - first) + 1;
     const std::size_t row_bytes = static_cast<std::size_t>(view().query_heads()) * tokens * sizeof(double);
     const std::size_t most = std::max(std::size_t{1}, attention_bytes / row_bytes);
     std::size_t count = 1;
@@ -187,27 +207,68 @@ class MergedLayer final : public MergingLayer {
   std::vector<std::int32_t> resident_and(std::int32_t first, std::int32_t last) const {
     std::vector<std::int32_t> tokens;
     for (int row = 0; row < rows(); ++row) {
-      const std::vector<std::int32_t>& resident = resident_[static_cast<std::size_t>(row)].numbers();
+      const std::vector<std::int32_t>& resident = resident_[static_cast<std::size_t>(row)];
       tokens.insert(tokens.end(), resident.begin(), resident.end());
       for (std::int32_t j = first; j <= last; ++j) tokens.push_back(j);
     }
     return tokens;
   }
 
-  std::vector<Matrix> of_queries(std::span<const std::int32_t> queries, std::int32_t first) const {
-    const std::vector<std::int32_t> tokens = resident_and(first, queries.back());
+  /// What a row evicts at some steps, where tokens come from `first` on.
+  std::vector<Eviction> evict(int row, std::span<const std::int32_t> some, std::int32_t first) {
+    std::vector<std::int32_t>& resident = resident_[static_cast<std::size_t>(row)];
+    std::vector<Eviction> evictions;
+    for (const std::int32_t step : some) {
+      for (; first <= step; ++first) resident.push_back(first);
+      Eviction& eviction = evictions.emplace_back(resident.size());
+      const auto at_step = std::ranges::equal_range(
+          evictions_[static_cast<std::size_t>(row)], step, {},
+          [&](std::int32_t token) { return evicted_at(row)[static_cast<std::size_t>(token)]; });
+      for (const std::int32_t token : at_step)
+        eviction.evicted.push_back(
+            {static_cast<std::size_t>(std::ranges::lower_bound(resident, token) - resident.begin()), token});
+      erase_numbers(resident, eviction.evicted);
+    }
+    return evictions;
+  }
+
+  /// Numbers of the tokens among which those lie that a step's merges compare, in any row.
+  NumberRange compared(std::span<const std::vector<Eviction>> evictions, std::size_t step) const {
+    const auto resident = static_cast<int>(evictions.front()[step].resident);
+    if (part_.attention == Attention::cumulative) return {0, resident};
+    NumberRange range{resident, 0};
+    for (const std::vector<Eviction>& of_row : evictions) {
+      if (of_row[step].evicted.empty()) continue;
+      const std::size_t last = of_row[step].evicted.back().number + most_compared(of_row[step].resident);
+      range.first = std::min(range.first, static_cast<int>(of_row[step].evicted.front().number));
+      range.end = std::max(range.end, static_cast<int>(std::min(last + 1, of_row[step].resident)));
+    }
+    return range;
+  }
+
+  /// Tokens behind an evicted one with which it is compared.
+  std::size_t most_compared(std::size_t resident) const {
+    return part_.mean == Mean::later ? resident : static_cast<std::size_t>(part_.merge);
+  }
+
+  std::vector<Matrix> of_queries(std::span<const std::int32_t> queries, std::span<const std::int32_t> tokens,
+                                 std::span<const NumberRange> wanted) const {
     std::vector<std::int32_t> evicted;
     const std::size_t of_row = tokens.size() / static_cast<std::size_t>(rows());
     for (int row = 0; row < rows(); ++row)
-      for (const std::int32_t token : std::span(tokens).subspan(static_cast<std::size_t>(row) * of_row, of_row))
+      for (const std::int32_t token : tokens.subspan(static_cast<std::size_t>(row) * of_row, of_row))
         evicted.push_back(evicted_at(row)[static_cast<std::size_t>(token)]);
-    return view().attention_rows(
-        {.queries = queries, .tokens = tokens, .evicted_at = evicted, .rows = rows(), .positions = positions_});
+    return view().attention_rows({.queries = queries,
+                                  .tokens = tokens,
+                                  .evicted_at = evicted,
+                                  .rows = rows(),
+                                  .positions = positions_,
+                                  .wanted = wanted});
   }
 
-  Matrix since(std::int32_t first, std::int32_t step) const {
+  Matrix since(std::int32_t first, std::int32_t step, std::vector<std::int32_t> tokens) const {
     if (first == 0 && step == view().prompt() - 1) return view().cumulative_attention();
-    return LayerView(view(), {.positions = resident_and(first, step),
+    return LayerView(view(), {.positions = std::move(tokens),
                               .rows = rows(),
                               .seen = step + 1,
                               .added = step + 1 - first,
@@ -215,37 +276,18 @@ class MergedLayer final : public MergingLayer {
         .cumulative_attention();
   }
 
-  /// What happens to a KV head at a step: tokens come from `first` on, the query attends, and some are evicted.
-  void take(std::int32_t step, int head, std::int32_t first, const Matrix& attention) {
-    ResidentTokens& resident = resident_[static_cast<std::size_t>(head)];
-    resident.append(first, step);
-    resident.attend(attention, head * view().group());
-    const auto at_step = std::ranges::equal_range(
-        evictions_[static_cast<std::size_t>(row_of(head))], step, {},
-        [&](std::int32_t token) { return evicted_at(row_of(head))[static_cast<std::size_t>(token)]; });
-    std::vector<std::size_t> evicted;
-    for (const std::int32_t token : at_step)
-      evicted.push_back(
-          static_cast<std::size_t>(std::ranges::lower_bound(resident.numbers(), token) - resident.numbers().begin()));
-    add_merges(step, head, resident, evicted);
-    resident.evict(evicted);
-  }
-
-  /// Of evicted tokens, by their numbers among the resident ones: from the last one to the first.
-  void add_merges(std::int32_t step, int head, const ResidentTokens& resident, std::span<const std::size_t> evicted) {
-    const std::size_t most =
-        part_.mean == Mean::later ? resident.numbers().size() : static_cast<std::size_t>(part_.merge);
-    FirstBehind behind(most, static_cast<std::int32_t>(resident.numbers().size()));
-    for (std::size_t i = evicted.size(); i-- > 0;) {
-      const std::size_t number = evicted[i];
+  /// Of what a KV head evicts after a query: from the last one to the first.
+  void add_merges(std::int32_t step, int head, const PaidAttention& paid, const Eviction& eviction) {
+    FirstBehind behind(most_compared(eviction.resident), static_cast<std::int32_t>(eviction.resident));
+    for (std::size_t i = eviction.evicted.size(); i-- > 0;) {
+      const auto [number, token] = eviction.evicted[i];
       const std::span<const std::int32_t> compared =
           behind.of(static_cast<std::int32_t>(number), [](std::int32_t) { return true; });
       if (compared.empty()) continue;
       double sum = 0.0;
-      for (const std::int32_t j : compared) sum += resident.attention(static_cast<std::size_t>(j));
+      for (const std::int32_t j : compared) sum += paid.of(static_cast<std::size_t>(j));
       const std::size_t receivers = std::min(compared.size(), static_cast<std::size_t>(part_.merge));
-      const std::int32_t token = resident.numbers()[number];
-      const double share = merged_share(resident.attention(number), sum / static_cast<double>(compared.size()),
+      const double share = merged_share(paid.of(number), sum / static_cast<double>(compared.size()),
                                         chain(part_.seed, view().stored_layer(), head, token));
       if (share > 0)
         merges_[static_cast<std::size_t>(head)].push_back({step, token, share / static_cast<double>(receivers)});
@@ -274,7 +316,8 @@ class MergedLayer final : public MergingLayer {
 
   const MergedValues part_;
   const Positions positions_;
-  std::vector<ResidentTokens> resident_;              // of each KV head, while merges are found
+  std::vector<std::vector<std::int32_t>> resident_;   // of each row, ascending, while merges are found
+  std::vector<PaidAttention> paid_;                   // of each KV head, likewise
   std::vector<std::vector<std::int32_t>> evictions_;  // of each row, likewise
   std::vector<std::vector<Merge>> merges_;            // of each KV head, by the step
 };
