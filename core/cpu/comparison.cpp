@@ -65,23 +65,13 @@ struct LaneMatrix {
 
 /// Logits of a group -> weights in place, for as many rows as there are sink logits; -infinity is a key that does not
 /// take part, or no sink logit.
-void softmax(const LaneMatrix& matrix, int group, std::span<const double> sinks) {
-  const auto lanes = at(matrix.lanes);
-  double* const begin = matrix.group(group);
-  double* const end = begin + product(matrix.columns, matrix.lanes);
-  std::vector<double> highest(lanes, -HUGE_VAL), sum(lanes, 1.0);
-  for (const double* x = begin; x != end; x += lanes)
-    for (std::size_t lane = 0; lane < lanes; ++lane) highest[lane] = std::max(highest[lane], x[lane]);
+void softmax(const ComparisonKernels& kernels, const LaneMatrix& matrix, int group, std::span<const double> sinks) {
+  std::vector<double> highest(at(matrix.lanes), -HUGE_VAL), sum(highest.size(), 1.0);
+  kernels.raise_highest(matrix.group(group), matrix.columns, highest.data());
   for (std::size_t lane = 0; lane < sinks.size(); ++lane)
     sum[lane] = sink_weight(sinks[lane] * std::numbers::log2e, highest[lane] * std::numbers::log2e);
-  for (double* x = begin; x != end; x += lanes)
-    for (std::size_t lane = 0; lane < lanes; ++lane) {
-      x[lane] = x[lane] == -HUGE_VAL ? 0.0 : std::exp(x[lane] - highest[lane]);
-      if (x[lane] < least_weight) x[lane] = 0.0;
-      sum[lane] += x[lane];
-    }
-  for (double* x = begin; x != end; x += lanes)
-    for (std::size_t lane = 0; lane < lanes; ++lane) x[lane] /= sum[lane];
+  std::ranges::replace(highest, -HUGE_VAL, 0.0);  // of rows where nothing takes part
+  kernels.softmax(matrix.group(group), matrix.columns, highest.data(), sum.data());
 }
 
 /// out(first, count, i, products): <row, key i> of `count` rows from `first` on; row_vector(r, at) and
@@ -244,7 +234,8 @@ class Block {
   void make_weights(const LaneMatrix& matrix) const {
     std::vector<double> sinks;
     for (const Row& row : rows) sinks.push_back(layer.sink(row.head));
-    for (int group = 0; group < matrix.groups; ++group) softmax(matrix, group, rows_of_group(std::span(sinks), group));
+    for (int group = 0; group < matrix.groups; ++group)
+      softmax(worker.sums, matrix, group, rows_of_group(std::span(sinks), group));
   }
 
   void compare_logits(const Columns& columns, const LaneMatrix& stored, std::span<Comparison> compared) const {

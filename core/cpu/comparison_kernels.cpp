@@ -1,8 +1,11 @@
 #include "cpu/comparison_kernels.h"
 
 #include <cstddef>
+#include <iterator>
 #include <limits>
+#include <numbers>
 
+#include "attention/row_sums.h"
 #include "cpu/simd_level.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -17,6 +20,11 @@ HWY_BEFORE_NAMESPACE();
 namespace kvreplay {
 namespace HWY_NAMESPACE {
 namespace {
+
+// 1 / k!
+constexpr double inverse_factorials[] = {
+    1.0,        1.0,         1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,
+    1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
 
 /// Rows that stand side by side.
 struct Rows {
@@ -35,6 +43,55 @@ HWY_INLINE Rows load_sums(const double* from) {
 HWY_INLINE void store_sums(const Rows& rows, double* to) {
   hn::StoreU(rows.x[0], Doubles(), to);
   hn::StoreU(rows.x[1], Doubles(), to + wide_lanes);
+}
+
+constexpr double least_exponent = -700;  // e^-700 is below any weight that counts, and a normal number
+
+/// e^x for x <= 0, least_exponent for what is below it; NaN is NaN. Powers of two times the exponential series: |r| <=
+/// ln 2 / 2, and r^14 / 14! is below 2^-57.
+HWY_INLINE WideVector exponential(WideVector x) {
+  // The last bits of t are those of a rounded x / ln 2, biased as the exponent of a double is.
+  constexpr double round = 0x1.8p52 + 1023;
+  constexpr double ln2_high = 0x1.62e42fee00000p-1, ln2_low = 0x1.a39ef35793c76p-33;
+  x = hn::IfThenElse(hn::Lt(x, hn::Set(Doubles(), least_exponent)), hn::Set(Doubles(), least_exponent), x);
+  const WideVector t = hn::Add(hn::Mul(x, hn::Set(Doubles(), std::numbers::log2e)), hn::Set(Doubles(), round));
+  const WideVector n = hn::Sub(t, hn::Set(Doubles(), round));
+  const WideVector r =
+      hn::Sub(hn::Sub(x, hn::Mul(n, hn::Set(Doubles(), ln2_high))), hn::Mul(n, hn::Set(Doubles(), ln2_low)));
+  WideVector series = hn::Set(Doubles(), inverse_factorials[std::size(inverse_factorials) - 1]);
+#pragma GCC unroll 16
+  for (std::size_t k = std::size(inverse_factorials) - 1; k-- > 0;)
+    series = hn::Add(hn::Mul(series, r), hn::Set(Doubles(), inverse_factorials[k]));
+  return hn::Mul(series, hn::BitCast(Doubles(), hn::ShiftLeft<52>(hn::BitCast(Longs(), t))));
+}
+
+void raise_highest(const double* logits, int columns, double* highest_out) {
+  Rows highest = load_sums(highest_out);
+  for (int j = 0; j < columns; ++j) {
+    const Rows z = load(logits, j);
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) highest.x[v] = hn::IfThenElse(hn::Gt(z.x[v], highest.x[v]), z.x[v], highest.x[v]);
+  }
+  store_sums(highest, highest_out);
+}
+
+void softmax(double* logits, int columns, const double* highest_of, const double* sum_of) {
+  const Rows highest = load_sums(highest_of);
+  Rows sum = load_sums(sum_of);
+  double* const end = logits + static_cast<std::ptrdiff_t>(columns) * wide_tile_columns;
+  for (double* at = logits; at != end; at += wide_tile_columns) {
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) {
+      const WideVector power = exponential(hn::Sub(hn::Load(Doubles(), at + v * wide_lanes), highest.x[v]));
+      const WideVector weight = hn::IfThenZeroElse(hn::Lt(power, hn::Set(Doubles(), least_weight)), power);
+      sum.x[v] = hn::Add(sum.x[v], weight);
+      hn::Store(weight, Doubles(), at + v * wide_lanes);
+    }
+  }
+  for (double* at = logits; at != end; at += wide_tile_columns)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v)
+      hn::Store(hn::Div(hn::Load(Doubles(), at + v * wide_lanes), sum.x[v]), Doubles(), at + v * wide_lanes);
 }
 
 /// True for NaN: sums with it are NaN. Ne() is false for it on some levels.
@@ -88,7 +145,11 @@ void add_distances(const double* full, int width, const std::int32_t* number, co
 }  // namespace
 
 const ComparisonKernels& comparison_table() {
-  static const ComparisonKernels table{.align = align, .add_held = add_held, .add_distances = add_distances};
+  static const ComparisonKernels table{.raise_highest = raise_highest,
+                                       .softmax = softmax,
+                                       .align = align,
+                                       .add_held = add_held,
+                                       .add_distances = add_distances};
   return table;
 }
 

@@ -11,6 +11,11 @@ namespace kvreplay {
 /// levels have the same bits. `rows` are as many as a tile of float64 is wide (TileKernels::wide_keys). Matrices are
 /// aligned to vectors, sums need not be.
 struct ComparisonKernels {
+  /// highest[r] = max(highest[r], the largest of `columns` logits); NaN is passed over.
+  void (*raise_highest)(const double* logits, int columns, double* highest);
+  /// Logits of `columns` columns -> weights in place: e^(z - highest[r]), 0 below least_weight (attention/row_sums.h),
+  /// and divided by the sum of all and of sum[r]. Exponentials are within 2 units in the last place.
+  void (*softmax)(double* logits, int columns, const double* highest, const double* sum);
   /// dot[r] += Σ full * stored and square[r] += Σ stored² over the columns [begin, end) of `stored`; -infinity counts
   /// as 0.
   void (*align)(const double* full, const std::int32_t* number, const double* stored, int begin, int end, double* dot,

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "attention_reference.h"
@@ -57,6 +58,64 @@ void with_matrices(
               }
             }),
             1);
+}
+
+TEST(ComparisonKernels, SoftmaxIsThatOfTheStandardLibraryWithTheSameBitsAtEveryLevel) {
+  std::vector<double> of_first_level;
+  at_every_simd_level([&](const char* level) {
+    constexpr int columns = 3000;
+    const int rows = tile_kernels().wide_keys;
+    AlignedBuffer<double> buffer;
+    double* numbers = buffer.at_least(product(columns, rows));
+    const auto logit = [](int row, int column) {
+      const double spread = row % 2 == 0 ? 3.0 : 450.0;  // beyond 347 below the highest weights count as 0
+      return column % 7 == 6 ? -HUGE_VAL : 5 - spread * uniform(chain(3, row % 4, column));
+    };
+    for (int column = 0; column < columns; ++column)
+      for (int row = 0; row < rows; ++row)
+        numbers[product(column, rows) + static_cast<std::size_t>(row)] = logit(row, column);
+    std::vector<double> highest(static_cast<std::size_t>(rows), -HUGE_VAL), sum(highest.size(), 0.25);
+    comparison_kernels().raise_highest(numbers, columns, highest.data());
+    comparison_kernels().softmax(numbers, columns, highest.data(), sum.data());
+    for (int row = 0; row < rows; ++row) {
+      double most = -HUGE_VAL, total = 0.25;
+      for (int column = 0; column < columns; ++column) most = std::max(most, logit(row, column));
+      ASSERT_EQ(highest[static_cast<std::size_t>(row)], most);
+      const auto weight = [&](int column) {
+        const double power = std::exp(logit(row, column) - most);
+        return power < 0x1p-500 ? 0.0 : power;
+      };
+      for (int column = 0; column < columns; ++column) total += weight(column);
+      int zeros = 0;
+      for (int column = 0; column < columns; ++column) {
+        const double expected = weight(column) / total;
+        const double found = numbers[product(column, rows) + static_cast<std::size_t>(row)];
+        ASSERT_NEAR(found, expected, 4 * 0x1p-52 * expected) << level << ", " << logit(row, column) - most;
+        zeros += found == 0 ? 1 : 0;
+      }
+      ASSERT_EQ(zeros > columns / 7, row % 2 == 1) << "weights that do not count";
+    }
+    const std::vector<double> first_rows = {numbers, numbers + rows};
+    if (of_first_level.empty()) of_first_level = first_rows;
+    for (std::size_t i = 0; i < std::min(first_rows.size(), of_first_level.size()); ++i)
+      ASSERT_EQ(first_rows[i], of_first_level[i]) << level;
+  });
+}
+
+TEST(ComparisonKernels, SoftmaxOfWhatIsNoNumberIsNone) {
+  at_every_simd_level([](const char* level) {
+    const int rows = tile_kernels().wide_keys;
+    AlignedBuffer<double> buffer;
+    double* numbers = buffer.at_least(product(2, rows));
+    std::fill_n(numbers, product(2, rows), 0.0);
+    numbers[0] = std::numeric_limits<double>::quiet_NaN();
+    std::vector<double> highest(static_cast<std::size_t>(rows), -1.0), sum(highest.size());
+    comparison_kernels().raise_highest(numbers, 2, highest.data());
+    EXPECT_EQ(highest, std::vector<double>(static_cast<std::size_t>(rows)));
+    comparison_kernels().softmax(numbers, 2, highest.data(), sum.data());
+    EXPECT_TRUE(std::isnan(numbers[0]) && std::isnan(numbers[rows])) << level;
+    for (int row = 1; row < rows; ++row) EXPECT_EQ(numbers[row], 0.5) << level;
+  });
 }
 
 TEST(ComparisonKernels, AlignColumnsInTheirOrder) {
