@@ -34,24 +34,33 @@ struct Sizes {
 /// The vectors of a token that are included.
 enum class Part { both, key, value };
 
-Eigen::ArrayXd vector_of(const TensorView& tensor, int head, int token) {
-  return Eigen::ArrayXd::NullaryExpr(tensor.dim, [&](Eigen::Index c) {
-    return static_cast<double>(load(tensor.row(head, token), tensor.dtype, static_cast<std::size_t>(c)));
-  });
-}
+/// L1 norms of the changes that a store makes to kept tokens.
+class Changes {
+ public:
+  explicit Changes(const LayerFacts& facts) : before_(facts.view.tensors()), after_(facts.stored->tensors) {}
 
-double distance(const TensorView& a, const TensorView& b, int head, int token) {
-  return (vector_of(a, head, token) - vector_of(b, head, token)).abs().sum();
-}
+  template <Part part>
+  double of(int kv_head, int token) {
+    return (part == Part::value ? 0.0 : distance(before_.k, after_.k, kv_head, token)) +
+           (part == Part::key ? 0.0 : distance(before_.v, after_.v, kv_head, token));
+  }
 
-/// L1 norm of the change that a store makes to a kept token.
-template <Part part>
-double changed(const LayerFacts& facts, int kv_head, int token) {
-  const LayerTensors& before = facts.view.tensors();
-  const LayerTensors& after = facts.stored->tensors;
-  return (part == Part::value ? 0.0 : distance(before.k, after.k, kv_head, token)) +
-         (part == Part::key ? 0.0 : distance(before.v, after.v, kv_head, token));
-}
+ private:
+  double distance(const TensorView& a, const TensorView& b, int head, int token) {
+    if (a.data == b.data) return 0;
+    read(a, head, token, vector_);
+    read(b, head, token, changed_);
+    return (vector_ - changed_).abs().sum();
+  }
+  static void read(const TensorView& tensor, int head, int token, Eigen::ArrayXd& vector) {
+    vector.resize(tensor.dim);
+    read_row(tensor, head, token, {vector.data(), static_cast<std::size_t>(tensor.dim)});
+  }
+
+  const LayerTensors& before_;
+  const LayerTensors& after_;
+  Eigen::ArrayXd vector_, changed_;
+};
 
 /// Number of norms added at once, in independent sums: additions to a single sum depend on each other.
 using Norms = Eigen::Array4d;
@@ -89,12 +98,14 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   for (std::size_t first = 0; first + at_once <= tokens; first += at_once) add(first, norms_of(first, at_once));
   if (rest > 0) add(tokens - rest, norms_of(tokens - rest, rest));
   Sizes result;
-  if (facts.stored != nullptr)
+  if (facts.stored != nullptr) {
+    Changes changes(facts);
     for (const std::int32_t token : facts.selection.set.positions(row)) {
-      const double changed_by = changed<part>(facts, kv_head, token);
+      const double changed_by = changes.of<part>(kv_head, token);
       result.lost += changed_by;
       result.relative += quotient(changed_by, norms_of(static_cast<std::size_t>(token), 1)[0], 0.0);
     }
+  }
   result.tokens = static_cast<double>(keys.size());
   result.kept_tokens = facts.selection.set.count(row);
   // The order of the additions is the same on all machines.
