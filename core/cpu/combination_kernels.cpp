@@ -17,7 +17,20 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-template <class Number>
+/// a + weight x and a + (weight - x)², each result rounded.
+struct Product {
+  static auto add(auto a, auto weight, auto x) { return hn::Add(a, hn::Mul(weight, x)); }
+  static auto add_number(auto a, auto weight, auto x) { return a + weight * x; }
+};
+struct SquaredDifference {
+  static auto add(auto a, auto weight, auto x) {
+    const auto difference = hn::Sub(weight, x);
+    return hn::Add(a, hn::Mul(difference, difference));
+  }
+  static auto add_number(auto a, auto weight, auto x) { return a + (weight - x) * (weight - x); }
+};
+
+template <class Term, class Number>
 void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_t stride, int n, Number* out) {
   const hn::ScalableTag<Number> tag;
   const int lanes = static_cast<int>(hn::Lanes(tag));
@@ -27,10 +40,10 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
     for (int row = 0; row < count; ++row) {
       const auto weight = hn::Set(tag, weights[row]);
       const Number* p = rows + row * stride + i;
-      a = hn::Add(a, hn::Mul(weight, hn::LoadU(tag, p)));
-      b = hn::Add(b, hn::Mul(weight, hn::LoadU(tag, p + lanes)));
-      c = hn::Add(c, hn::Mul(weight, hn::LoadU(tag, p + 2 * lanes)));
-      d = hn::Add(d, hn::Mul(weight, hn::LoadU(tag, p + 3 * lanes)));
+      a = Term::add(a, weight, hn::LoadU(tag, p));
+      b = Term::add(b, weight, hn::LoadU(tag, p + lanes));
+      c = Term::add(c, weight, hn::LoadU(tag, p + 2 * lanes));
+      d = Term::add(d, weight, hn::LoadU(tag, p + 3 * lanes));
     }
     hn::StoreU(a, tag, out + i);
     hn::StoreU(b, tag, out + i + lanes);
@@ -39,9 +52,28 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
   }
   for (; i < n; ++i) {
     Number sum = 0;
-    for (int row = 0; row < count; ++row) sum += weights[row] * rows[row * stride + i];
+    for (int row = 0; row < count; ++row) sum = Term::add_number(sum, weights[row], rows[row * stride + i]);
     out[i] = sum;
   }
+}
+
+double inner_product(const double* a, const double* b, int n) {
+  constexpr int sums = 8;
+  const hn::CappedTag<double, sums> tag;
+  constexpr int lanes = static_cast<int>(hn::MaxLanes(tag)), vectors = sums / lanes;
+  hn::Vec<decltype(tag)> side_by_side[vectors];
+  for (auto& vector : side_by_side) vector = hn::Zero(tag);
+  int c = 0;
+  for (; c + sums <= n; c += sums)
+    for (int v = 0; v < vectors; ++v)
+      side_by_side[v] =
+          Product::add(side_by_side[v], hn::LoadU(tag, a + c + v * lanes), hn::LoadU(tag, b + c + v * lanes));
+  HWY_ALIGN double of_each[sums];
+  for (int v = 0; v < vectors; ++v) hn::Store(side_by_side[v], tag, of_each + v * lanes);
+  for (int each = 0; c < n; ++c, ++each) of_each[each] += a[c] * b[c];
+  double sum = 0;
+  for (const double one : of_each) sum += one;
+  return sum;
 }
 
 /// Of `Vectors` neighbouring vectors of columns.
@@ -57,7 +89,7 @@ void combine_columns(const double* weights, int count, const double* rows, std::
     for (int v = 0; v < Vectors; ++v) columns[v] = hn::LoadU(tag, rows + row * stride + v * lanes);
     for (int list = 0; list < Lists; ++list) {
       const auto weight = hn::Set(tag, weights[list * count + row]);
-      for (int v = 0; v < Vectors; ++v) sums[list][v] = hn::Add(sums[list][v], hn::Mul(weight, columns[v]));
+      for (int v = 0; v < Vectors; ++v) sums[list][v] = Product::add(sums[list][v], weight, columns[v]);
     }
   }
   for (int list = 0; list < Lists; ++list)
@@ -80,7 +112,7 @@ void combine_lists(const double* weights, int count, const double* rows, std::pt
   for (int row = 0; row < count; ++row) {
     std::copy_n(rows + row * stride + i, n - i, rest);
     for (int list = 0; list < Lists; ++list)
-      sums[list] = hn::Add(sums[list], hn::Mul(hn::Set(tag, weights[list * count + row]), hn::Load(tag, rest)));
+      sums[list] = Product::add(sums[list], hn::Set(tag, weights[list * count + row]), hn::Load(tag, rest));
   }
   for (int list = 0; list < Lists; ++list) {
     hn::Store(sums[list], tag, rest);
@@ -99,8 +131,11 @@ void combine_all_lists(const double* weights, int lists, int count, const double
 }  // namespace
 
 const CombinationKernels& combination_table() {
-  static const CombinationKernels table{
-      .doubles = combine<double>, .lists_of_doubles = combine_all_lists, .floats = combine<float>};
+  static const CombinationKernels table{.doubles = combine<Product, double>,
+                                        .lists_of_doubles = combine_all_lists,
+                                        .inner_product = inner_product,
+                                        .squared_distances = combine<SquaredDifference, double>,
+                                        .floats = combine<Product, float>};
   return table;
 }
 

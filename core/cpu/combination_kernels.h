@@ -13,6 +13,11 @@ struct CombinationKernels {
   /// four of them.
   void (*lists_of_doubles)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride,
                            int n, double* out, std::ptrdiff_t out_stride);
+  /// Σ a[c] b[c], c < n: eight sums, over every eighth c each, which are added in order.
+  double (*inner_product)(const double* a, const double* b, int n);
+  /// out[i] = Σ_c (vector[c] - rows[c · stride + i])²
+  void (*squared_distances)(const double* vector, int count, const double* rows, std::ptrdiff_t stride, int n,
+                            double* out);
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);
 };
 

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <span>
 
+#include "cpu/combination_kernels.h"
 #include "parallel.h"
 #include "random.h"
 
@@ -27,16 +28,13 @@ class NearestCentre {
 
   /// `distances`: scratch space, [count].
   std::size_t operator()(const double* vector, std::span<double> distances) const {
-    std::ranges::fill(distances, 0.0);
-    for (std::size_t c = 0; c < dim_; ++c)
-      for (std::size_t centre = 0; centre < count_; ++centre) {
-        const double difference = vector[c] - channels_[c * count_ + centre];
-        distances[centre] += difference * difference;
-      }
+    const auto count = static_cast<int>(count_);
+    kernels_.squared_distances(vector, static_cast<int>(dim_), channels_.data(), count, count, distances.data());
     return static_cast<std::size_t>(std::ranges::min_element(distances) - distances.begin());
   }
 
  private:
+  const CombinationKernels& kernels_ = combination_kernels();
   std::size_t dim_, count_;
   std::vector<double> channels_;  // [dim, count]: distances of neighbouring centres are computed together
 };

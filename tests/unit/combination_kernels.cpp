@@ -20,8 +20,8 @@ std::vector<Number> numbers(std::size_t count, std::uint64_t tag) {
   return values;
 }
 
-template <class Number, class Combine>
-void expect_sums_in_order(Combine combine, const char* level) {
+template <class Number, class Combine, class Term>
+void expect_sums_in_order(Combine combine, const char* level, Term term) {
   for (const int n : {1, 3, 16, 31, 64, 129, 200})
     for (const int count : {1, 2, 7, 64}) {
       const int stride = n + 5;
@@ -32,7 +32,7 @@ void expect_sums_in_order(Combine combine, const char* level) {
       for (int i = 0; i < n; ++i) {
         Number sum = 0;
         for (int c = 0; c < count; ++c)
-          sum += weights[static_cast<std::size_t>(c)] * rows[static_cast<std::size_t>(c * stride + i)];
+          sum += term(weights[static_cast<std::size_t>(c)], rows[static_cast<std::size_t>(c * stride + i)]);
         ASSERT_EQ(found[static_cast<std::size_t>(i)], sum) << level << ", n = " << n << ", " << count << " rows";
       }
     }
@@ -40,10 +40,26 @@ void expect_sums_in_order(Combine combine, const char* level) {
 
 TEST(Combinations, AreSumsInOrderAtEverySimdLevel) {
   EXPECT_GE(testing::at_every_simd_level([](const char* level) {
-              expect_sums_in_order<double>(combination_kernels().doubles, level);
-              expect_sums_in_order<float>(combination_kernels().floats, level);
+              const auto product = [](auto weight, auto x) { return weight * x; };
+              expect_sums_in_order<double>(combination_kernels().doubles, level, product);
+              expect_sums_in_order<float>(combination_kernels().floats, level, product);
+              expect_sums_in_order<double>(combination_kernels().squared_distances, level,
+                                           [](double weight, double x) { return (weight - x) * (weight - x); });
             }),
             1);
+}
+
+TEST(Combinations, InnerProductsAreEightSums) {
+  testing::at_every_simd_level([](const char* level) {
+    for (const int n : {0, 1, 7, 8, 9, 64, 100}) {
+      const auto a = numbers<double>(static_cast<std::size_t>(n), 5),
+                 b = numbers<double>(static_cast<std::size_t>(n), 6);
+      double sums[8] = {}, sum = 0;
+      for (std::size_t c = 0; c < a.size(); ++c) sums[c % 8] += a[c] * b[c];
+      for (const double one : sums) sum += one;
+      ASSERT_EQ(combination_kernels().inner_product(a.data(), b.data(), n), sum) << level << ", n = " << n;
+    }
+  });
 }
 
 TEST(Combinations, OfSeveralListsAreThoseOfEach) {

@@ -52,6 +52,7 @@ class FirstBehind {
   /// Ascending, of the numbers that `counts`.
   std::span<const std::int32_t> of(std::int32_t number, const auto& counts) {
     std::vector<std::int32_t> nearest;
+    nearest.reserve(std::min(most_, static_cast<std::size_t>(end_ - number) + behind_.size()));
     for (std::int32_t j = number + 1; j < end_ && nearest.size() < most_; ++j)
       if (counts(j)) nearest.push_back(j);
     const std::size_t farther = std::min(most_ - nearest.size(), behind_.size());
