@@ -54,6 +54,14 @@ def test_the_command_line_and_experiments_come_first(traces: Path, tmp_path: Pat
     assert planned("-o", "given", "--threads", "2") == ("given", "")
 
 
+@pytest.mark.parametrize("name", ["kvreplay.toml", "kvreplay.yml"])
+def test_a_file_of_another_name_is_not_passed_over(name: str, traces: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("threads = 1\n")
+    answer = kvreplay("replay", traces / "fixture.h5", *WORDS, folder=tmp_path)
+    assert answer.code == 2
+    assert answer.err == f"kvreplay: {name}: not read: expected kvreplay.yaml, lines KEY: VALUE\n"
+
+
 @pytest.mark.parametrize(
     "text, line",
     [

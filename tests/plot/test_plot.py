@@ -1143,6 +1143,8 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["curve", "--style", "papers"], "plot: argument --style: invalid choice"),
         (["curve", "--width", "page"], "--width: expected column, text or 2.5 to 20.0 inches, found page"),
         (["curve", "--width", "1"], "--width: expected column, text or 2.5 to 20.0 inches, found 1"),
+        (["curve", "--width", "3.25pt"], "--width: expected column, text or 2.5 to 20.0 inches, found 3.25pt"),
+        (["curve", "--width", "60mm"], "--width: expected column, text or 2.5 to 20.0 inches, found 60mm"),
         (["heatmap", "-p", "snapvk"], "-p: unknown policy snapvk: did you mean snapkv?"),
         (["heatmap", "-b", "0.15"], "-b: unknown budget: expected one of 0.1, 0.2, 0.3, found 0.15"),
         (["kept", "--trace", "demos"], "--trace: unknown trace demos: did you mean demo?"),
@@ -1173,6 +1175,13 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
 )
 def test_what_cannot_be_meant_is_refused_with_the_nearest(options, words, run, capsys):
     assert words in refused(capsys, 2, options[0], run, *options[1:])
+
+
+@pytest.mark.parametrize(
+    "text, inches", [("3.25in", 3.25), ("3.25", 3.25), ("8.255cm", 3.25), ("82.55mm", 3.25), ("text", 6.75)]
+)
+def test_the_width_of_a_figure_has_a_unit(text: str, inches: float):
+    assert parser().parse_args(["curve", "run", "--width", text]).width == pytest.approx(inches)
 
 
 VALUES = {"-p": "snapkv", "-b": "0.1", "--trace": "demo", "--metric": "span_recall", "--variant": "first",

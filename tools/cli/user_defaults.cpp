@@ -21,6 +21,9 @@ constexpr std::string_view file_name = "kvreplay.yaml";
 /// Empty: there is none.
 fs::path find_file() {
   std::error_code problem;
+  for (const fs::path other : {"kvreplay.toml", "kvreplay.yml"})
+    if (fs::is_regular_file(other, problem))
+      throw Error{Refusal::usage, other.string(), "not read", std::string(file_name) + ", lines KEY: VALUE"};
   for (fs::path folder = fs::current_path(problem); !folder.empty(); folder = folder.parent_path()) {
     if (fs::is_regular_file(folder / file_name, problem)) return folder / file_name;
     if (folder == folder.parent_path()) break;

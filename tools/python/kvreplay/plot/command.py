@@ -67,6 +67,7 @@ KINDS = {
 OF_TRACES = ("similarity",)  # kinds that need no run
 NARROWEST, WIDEST = 2.5, 20.0  # inches of a figure
 PAPER_WIDTHS = {"column": 3.25, "text": 6.75}  # inches, of a paper in two columns, as ICML sets them
+UNITS_OF_INCH = {"in": 1.0, "cm": 2.54, "mm": 25.4}
 FORMATS = (".svg", ".pdf", ".png", ".pgf")
 
 
@@ -102,8 +103,8 @@ def parser() -> Parser:
     add("--title", metavar="TEXT", default="", help="title (default: that of the kind; none with --style paper)")
     add("--style", choices=("screen", "paper"), default="screen",
         help="paper: text of 8 pt, no title, and no caption, which is printed instead (default: screen)")  # fmt: skip
-    add("--width", metavar="column|text|INCHES", type=page_width, help="width of the figure in inches; column: 3.25, "
-        "text: 6.75 (default: as the panels need; with --style paper column, or text if the figure would be taller "
+    add("--width", metavar="column|text|INCHES", type=page_width, help="width of the figure in inches, or with a unit, "
+        "as in 83mm or 8.3cm; column: 3.25, text: 6.75 (default: as the panels need; with --style paper column, or text if the figure would be taller "
         "than 8)")  # fmt: skip
 
     of_kinds = partial(found.add_argument_group("selection").add_argument, default=argparse.SUPPRESS)
@@ -134,8 +135,9 @@ def parser() -> Parser:
 
 def page_width(text: str) -> float:
     """The inches of --width."""
+    number, unit = re.fullmatch(r"(.*?)(in|cm|mm)?", text, re.DOTALL).groups()
     try:
-        width = PAPER_WIDTHS[text] if text in PAPER_WIDTHS else float(text)
+        width = PAPER_WIDTHS[text] if text in PAPER_WIDTHS else float(number) / UNITS_OF_INCH[unit or "in"]
     except ValueError:
         width = math.nan
     if not NARROWEST <= width <= WIDEST:
