@@ -104,8 +104,8 @@ def parser() -> Parser:
     add("--style", choices=("screen", "paper"), default="screen",
         help="paper: text of 8 pt, no title, and no caption, which is printed instead (default: screen)")  # fmt: skip
     add("--width", metavar="column|text|INCHES", type=page_width, help="width of the figure in inches, or with a unit, "
-        "as in 83mm or 8.3cm; column: 3.25, text: 6.75 (default: as the panels need; with --style paper column, or text if the figure would be taller "
-        "than 8)")  # fmt: skip
+        "as in 83mm or 8.3cm; column: 3.25, text: 6.75 (default: as the panels need; with --style paper column, or "
+        "text if the figure would be taller than 8)")  # fmt: skip
 
     of_kinds = partial(found.add_argument_group("selection").add_argument, default=argparse.SUPPRESS)
     of_kinds("-p", "--policies", metavar="POLICY,…", action="append",
