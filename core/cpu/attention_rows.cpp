@@ -63,6 +63,22 @@ struct TokenRow {
   std::vector<int> leaving;  // numbers of those that some query no longer sees
 };
 
+/// Attention of one query: that of the query heads from `first_head` on to the tokens that are wanted.
+void share_out(const TileKernels& kernels, const LayerTensors& layer, int first_head, std::span<const LogitRow> heads,
+               NumberRange wanted, Matrix& out) {
+  int head = first_head;
+  for (LogitRow row : heads) {
+    const double sink = layer.sinks.empty()
+                            ? 0.0
+                            : sink_weight(layer.sink(head) * std::numbers::log2e, static_cast<double>(row.reference));
+    const double sum = row.sum + sink;
+    const float factor = sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0F;
+    row.first = std::max(row.first, wanted.first);
+    row.end = std::min(row.end, wanted.end);
+    kernels.add_row_shares(row, factor, out.row(head++).data() - wanted.first);
+  }
+}
+
 }  // namespace
 
 std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const AttentionRows& what) {
@@ -119,19 +135,8 @@ std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const 
         return;
       }
     }
-    const NumberRange wanted =
-        what.wanted_of(static_cast<std::size_t>(number), resident_to[static_cast<std::size_t>(number)]);
-    for (int head = 0; head < group; ++head) {
-      LogitRow& of_head = heads[static_cast<std::size_t>(head)];
-      const double sink = layer.sinks.empty() ? 0.0
-                                              : sink_weight(layer.sink(kv_head * group + head) * std::numbers::log2e,
-                                                            static_cast<double>(of_head.reference));
-      const double sum = of_head.sum + sink;
-      const float factor = sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0F;
-      of_head.first = std::max(of_head.first, wanted.first);
-      of_head.end = std::min(of_head.end, wanted.end);
-      kernels_.add_row_shares(of_head, factor, out.row(kv_head * group + head).data() - wanted.first);
-    }
+    share_out(kernels_, layer, kv_head * group, heads,
+              what.wanted_of(static_cast<std::size_t>(number), resident_to[static_cast<std::size_t>(number)]), out);
   };
 
   const std::size_t head_cells = static_cast<std::size_t>(tiles) * tile_cells;
