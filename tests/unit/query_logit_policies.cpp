@@ -108,6 +108,29 @@ TEST_F(QueryLogitPolicies, RKvSubtractsTheRedundancyOfKeysFromTheAttentionBefore
   }
 }
 
+/// The last queries of the window see no token before it.
+TEST_F(QueryLogitPolicies, RKvUnderASlidingWindowShorterThanItsOwn) {
+  constexpr int window = 8, before = prompt - window, sliding = 4;
+  const RandomLayer narrow({.query_heads = 4, .kv_heads = kv_heads, .tokens = 60, .sliding_window = sliding});
+  const LayerTensors of_narrow = narrow.tensors();
+  const LayerView seen(*backend, of_narrow, {.stored_layer = 3, .prompt = prompt}, eval);
+  const Matrix found = scores(plan_of("r-kv:window=8,kernel=1,mix_lambda=1"), seen, 20);
+  for (int c = 0; c < kv_heads; ++c) {
+    Numbers expected(before);
+    for (int t = before; t < prompt; ++t) {
+      const Numbers a = narrow.logits(2 * c, t), b = narrow.logits(2 * c + 1, t);
+      double sum = 0;
+      const auto weight = [&](int j) {
+        return std::exp(std::max(a[static_cast<std::size_t>(j)], b[static_cast<std::size_t>(j)]));
+      };
+      for (int j = t - sliding + 1; j < before; ++j) sum += weight(j);
+      for (int j = t - sliding + 1; j < before; ++j) expected[static_cast<std::size_t>(j)] += weight(j) / sum / window;
+    }
+    EXPECT_GT(expected.back(), 0.1);
+    expect_near(found, c, expected);
+  }
+}
+
 TEST_F(QueryLogitPolicies, RKvProtectsItsWindow) {
   const std::vector<std::int32_t> some = kept("r-kv", 0, 12);
   EXPECT_EQ(some.size(), 12U);

@@ -65,8 +65,8 @@ struct Keyformer {
   }
 
   void accumulate(const LayerView& view, int kv_head, Matrix& sums) const {
-    constexpr std::size_t pieces =
-        16;  // each with its own sums, added in order: the same bits on any number of threads
+    // Each with its own sums, which are added in order: the same bits on any number of threads.
+    constexpr std::size_t pieces = 16;
     const QueryLogits logits(view, kv_head);
     const std::span<const std::int32_t> positions = view.positions(kv_head).numbers();
     const std::vector<std::int32_t> queries = view.last_queries(view.residents().seen);

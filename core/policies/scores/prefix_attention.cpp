@@ -24,7 +24,10 @@ const Matrix& PrefixAttention::operator()(const LayerView& view, const Scoring& 
   const auto add_kv_head = [&](int kv_head, std::span<double> sums) {
     const QueryLogits logits(view, kv_head);
     logits.of_each(queries, [&](std::int32_t, std::span<HeadLogits> heads) {
-      for (HeadLogits& head : heads) head.end = std::min(head.end, static_cast<int>(sums.size()));
+      for (HeadLogits& head : heads) {
+        head.end = std::min(head.end, static_cast<int>(sums.size()));
+        head.first = std::min(head.first, head.end);
+      }
       const HeadLogits& largest = heads.front();
       for (const HeadLogits& head : heads) {
         if (!group_first)
