@@ -419,6 +419,40 @@ def test_a_mean_has_a_band_of_several_traces_and_markers_where_they_are_few(trac
         np.testing.assert_allclose(ends, [found["low"].min(), found["high"].max()])
 
 
+def test_the_tokens_of_a_budget_are_those_of_the_traces_that_are_drawn(tmp_path):
+    run = make_run(tmp_path / "run", traces=[("short", 200, 0.4), ("long", 1000, 0.4)])
+    data = drawn("curve", run, tmp_path, "--trace", "short")
+    assert set(data["budget_tokens"][data["budget"] == 0.1]) == {20}
+    data = drawn("curve", run, tmp_path)
+    assert set(data["budget_tokens"][data["budget"] == 0.1]) == {60}
+
+
+@pytest.mark.parametrize("lows, words", [([0.1, 0.2], ""), ([0.0, 0.2], lines.WITH_ZERO), ([np.nan, 0.2], "")])
+def test_missing_bands_are_said_on_a_logarithmic_axis(lows, words):
+    means = pd.DataFrame({"traces": 2, "low": lows})
+    prompts = pd.Series([0, 1])
+    said = lines.interval_words(means, prompts, logarithmic=True)
+    assert said == f"Means over n = 2 traces of 2 prompts. {lines.INTERVAL}{words}"
+    assert not lines.interval_words(means, prompts, logarithmic=False).endswith(lines.WITH_ZERO)
+
+
+def test_a_band_on_a_logarithmic_axis_ends_where_it_includes_zero():
+    line = pd.DataFrame({"x": range(4), "mean": 1.0, "low": [0.5, 0.5, -0.5, 0.5], "high": 2.0})
+    look = {"color": "blue"}
+    for logarithmic, widest in ((False, 3), (True, 1)):
+        axis = Figure().subplots()
+        lines.draw_mean(axis, line, "x", look, "name", logarithmic)
+        [band] = axis.collections
+        assert max(np.ptp(path.vertices[:, 0]) for path in band.get_paths()) == widest
+        assert band.get_datalim(axis.transData).y0 == (0.5 if logarithmic else -0.5)
+
+
+@pytest.mark.parametrize("policies, grey", [([], True), (["-p", "snapkv"], False), (["-p", "snapkv,random"], True)])
+def test_controls_are_said_where_they_are_drawn(policies, grey, run, tmp_path):
+    assert main(["curve", str(run), "-o", str(tmp_path / "figure.svg"), *policies]) == 0
+    assert ("controls in grey" in (tmp_path / "figure.svg").read_text()) == grey
+
+
 def test_layers_shows_single_layers_at_one_budget(run, tmp_path):
     data = drawn("layers", run, tmp_path, "--metric", "kv_bytes", "-b", "0.3", "-p", "chunkkv")
     assert list(data["layer"]) == [0, 1, 2, 3] and set(data["policy"]) == {"chunkkv"}

@@ -452,6 +452,14 @@ def test_generated_texts_have_a_link_and_visible_line_feeds(large, look):
       }""")
     assert link.is_visible()
     assert window.locator("#written dd").all_text_contents()[:2] == ["a↵↵↵\nb", "a↵↵↵\nc"]
+    window.evaluate("""() => {
+        page.traces[0].written = "";
+        for (const cell of page.traces[0].budgets[0].cells) cell.written = "";
+        drawWriting(page.traces[0], page.traces[0].budgets[0]);
+      }""")
+    ended = window.locator("#written dd").all_text_contents()[:2]
+    assert ended == ["(nothing: the model ended its answer at once)"] * 2
+    window.evaluate("for (const cell of page.traces[0].budgets[0].cells) cell.written = 'a\\n\\n\\nc'")
     window.evaluate("page.traces[0].written = null; chooseBudget()")
     window.wait_for_function("document.querySelector('#written dd').innerText.startsWith('not generated')")
     assert (
@@ -842,6 +850,19 @@ def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
             assert np.allclose(image.size, size, atol=1)
             ground = image.convert("RGB").getpixel((1, 1))
             assert (sum(ground) > 600) == (scheme == "light") and len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
+def test_a_saved_figure_has_its_whole_heading_and_note(page, look, tmp_path):
+    window = look(page, width=400)
+    window.select_option("#curve-metric", index=1)
+    heading, note = (window.inner_text(f"#curve-chart .{name}") for name in ("axis", "free"))
+    with window.expect_download() as download:
+        window.click("[data-save=curve-chart] button:has-text('SVG')")
+    download.value.save_as(tmp_path / "figure.svg")
+    drawing = ElementTree.parse(tmp_path / "figure.svg").getroot()
+    texts = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {heading, note} <= {"".join(texts[i:j]) for i in range(len(texts)) for j in range(i + 1, i + 6)}
+    assert max(len(one) for one in texts if one in heading or one in note) * 7 < float(drawing.get("width"))
 
 
 @pytest.mark.parametrize("width", [400, 1200])

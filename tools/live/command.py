@@ -172,13 +172,14 @@ def _is_done(wanted: Sequence[tuple[Run, TraceFacts, pd.DataFrame]], way: Way, a
 def _print_tables(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
     """Prints the table of each run, with offline and live numbers of the chosen cells, and a further command."""
     from kvreplay.live.measure import say
-    from kvreplay.live_metrics import FEWEST
+    from kvreplay.live_metrics import FEWEST, UNORDERED
 
     for run in runs:
         if note := _unanswered(run):
             say(note)
         print(run.table(split_policies(arguments.policies), arguments.budgets, arguments.trace), end="")
-    measured = {one for run in runs for one in zip(run.live["policy"], run.live["params"], strict=True)}
+    ordered = [run.live[~run.live["decisions"].isin(UNORDERED) & (run.live["role"] != "control")] for run in runs]
+    measured = {one for live in ordered for one in zip(live["policy"], live["params"], strict=True)}
     if len(measured) >= FEWEST:
         print(f"{'':11}kvreplay predict {' '.join(shlex.quote(str(run.folder)) for run in runs)}")
 

@@ -30,6 +30,7 @@ def _metrics() -> tuple[LiveMetric, ...]:
 METRICS = _metrics()
 BY_NAME = {metric.name: metric for metric in METRICS}
 FEWEST = 5  # policies of a prompt at a budget that have an order worth a correlation
+UNORDERED = ("none", "live", "future")  # decisions of cells that hold everything, or are no policies to choose from
 
 
 def is_live(metric: str) -> bool:

@@ -39,7 +39,7 @@ def draw(choice: Choice) -> Drawing:
     unequal = f"; not at equal memory: {', '.join(free)}" if free else ""
     drawing = draw_lines(
         choice, rows.assign(tokens=rows["budget"].map(choice.budget_sizes)), "tokens", PANEL,
-        title=f"{choice.metric_words} by budget", subtitle=f"over all layers; controls in grey{unequal}",
+        title=f"{choice.metric_words} by budget", subtitle=f"over all layers{unequal}",
         x_label=budget_axis(choice.budgets), set_x_axis=set_x_axis,
     )  # fmt: skip
     names = {size: budget for budget, size in choice.budget_sizes.items()}

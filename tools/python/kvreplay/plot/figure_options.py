@@ -123,12 +123,14 @@ class Choice:
         """The traces to draw, sorted; of one model, since layers and heads of two models have nothing in common."""
         known = sorted(set(self.run.cells["trace"]))
         chosen = pick("--trace", "trace", self.traces_asked, known) if self.traces_asked else known
-        models = sorted(set(self.run.cells["model"][self.run.cells["trace"].isin(chosen)]))
+        model_of = self.run.cells.drop_duplicates("trace").set_index("trace")["model"]
+        models: dict[str, list[str]] = {}
+        for trace in chosen:
+            models.setdefault(model_of[trace].casefold(), []).append(trace)
         if len(models) > 1:
-            cells = self.run.cells
-            found = "; ".join(f"{', '.join(sorted(set(cells['trace'][cells['model'] == model]) & set(chosen)))} "
-                              f"of {model}" for model in models)  # fmt: skip
-            raise Error("--trace", "traces of several models", "--trace NAME", found, Refusal.USAGE)
+            first = ",".join(max(models.values(), key=len))
+            raise Error("--trace", f"traces of {len(models)} models", f"those of one, as --trace {first}",
+                        ", ".join(chosen), Refusal.USAGE)  # fmt: skip
         return chosen
 
     def one_trace(self) -> TraceFacts:
@@ -153,8 +155,11 @@ class Choice:
 
     @cached_property
     def budget_sizes(self) -> dict[str, float]:
-        """Mean tokens of each budget of the run, in ascending order."""
-        return self.run.cells.groupby("budget")["budget_tokens"].mean().sort_values(kind="stable").to_dict()
+        """Mean tokens of each budget of the run, over the traces that are asked for, in ascending order."""
+        cells = self.run.cells
+        if self.traces_asked:
+            cells = cells[cells["trace"].isin(self.traces)]
+        return cells.groupby("budget")["budget_tokens"].mean().sort_values(kind="stable").to_dict()
 
     @cached_property
     def known_budgets(self) -> list[str]:

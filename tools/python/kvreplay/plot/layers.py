@@ -16,7 +16,7 @@ def draw(choice: Choice) -> Drawing:
     rows = rows.assign(layer=rows["layer"].astype(int))
     drawing = draw_lines(
         choice, rows, "layer", PANEL, title=f"{choice.metric_words} by layer",
-        subtitle=f"{choice.budget_line()}; controls in grey", x_label="layer",
+        subtitle=choice.budget_line(), x_label="layer",
         set_x_axis=lambda axis: layer_axis(axis, rows["layer"]),
     )  # fmt: skip
     drawing.data.insert(4, "budget", choice.budgets[0])

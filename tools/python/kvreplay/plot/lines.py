@@ -33,6 +33,7 @@ from kvreplay.plot.style import (
 )
 
 INTERVAL = "Bands and bars: 95 % interval of the mean over prompts"
+WITH_ZERO = "; no band where it includes 0, which is not on the logarithmic axis"
 PER_QUERY_HEAD = "\u2020"
 MOST_MARKERS = 8  # of a line
 MOST_NAMED = 8  # lines of a panel that are named at their ends
@@ -82,17 +83,21 @@ def budget_free(choice: Choice, rows: pd.DataFrame) -> np.ndarray:
     return np.array(free, dtype=bool) & ~(rows["label"].map(choice.role) == "control").to_numpy()
 
 
-def draw_mean(axis: Axes, line: pd.DataFrame, x: str, look: dict[str, Any], name: str) -> LineEnd:
+def draw_mean(
+    axis: Axes, line: pd.DataFrame, x: str, look: dict[str, Any], name: str, logarithmic: bool = False
+) -> LineEnd:
     """Draws one line, rows of `mean_over_traces` along the column `x`, with its band if it has one. Returns its end.
 
-    A single point has its interval as a bar. `look`: from `looks_of`.
+    A single point has its interval as a bar. `look`: from `looks_of`; `logarithmic`: the axis of the mean will be, on
+    which a band that includes 0 has no lower edge.
     """
     joined, bounded = len(line) > 1, line[line["low"].notna()]
     if not joined:
         look = look | {"linestyle": "none"}
         axis.vlines(bounded[x], bounded["low"], bounded["high"], color=look["color"], linewidth=1)
     elif len(bounded):
-        axis.fill_between(line[x], line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0)
+        axis.fill_between(line[x], line["low"], line["high"], where=(line["low"] > 0) | (not logarithmic),
+                          color=look["color"], alpha=0.15, linewidth=0)  # fmt: skip
     if len(line) > MOST_MARKERS:
         look = {"markevery": len(line) // MOST_MARKERS + 1} | look
     axis.plot(line[x], line["mean"], **look)
@@ -210,13 +215,20 @@ def never_zero(choice: Choice, found: pd.DataFrame, labels: list[str]) -> tuple[
     return [label for label in labels if label not in zero], logarithmic, sentence
 
 
-def interval_words(traces: pd.Series, prompts: pd.Series) -> str:
-    """The number of traces of each mean, that of prompts, and the interval that is drawn; empty for a single trace."""
-    fewest, most = int(traces.min()), int(traces.max())
+def interval_words(means: pd.DataFrame, prompts: pd.Series, logarithmic: bool) -> str:
+    """The number of traces of each mean, that of prompts, and the interval that is drawn; empty for a single trace.
+    `means` has the columns of `mean_over_traces`."""
+    fewest, most = int(means["traces"].min()), int(means["traces"].max())
     if most == 1:
         return ""
     traces = f"{most}" if fewest == most else f"{fewest} to {most}"
-    return f"Means over n = {traces} traces of {prompts.nunique()} prompts. {INTERVAL}"
+    with_zero = WITH_ZERO if logarithmic and (means["low"] <= 0).any() else ""
+    return f"Means over n = {traces} traces of {prompts.nunique()} prompts. {INTERVAL}{with_zero}"
+
+
+def control_words(choice: Choice, labels: list[str]) -> str:
+    """The end of a subtitle: how controls are drawn, where there are some."""
+    return "; controls in grey" if any(choice.role(label) == "control" for label in labels) else ""
 
 
 def draw_lines(
@@ -234,8 +246,9 @@ def draw_lines(
     labels = [label for label in choice.labels(controls=True) if label in heads.index]
     labels, logarithmic, below = never_zero(choice, found, labels)
     names, note = shown_names(choice, rows, labels)
-    panels = LinePanels(choice, names, panel, title, subtitle,
-                        choice.caption(note, below, interval_words(found["traces"], prompts)))  # fmt: skip
+    intervals = interval_words(found[found["policy"].isin(labels)], prompts, logarithmic)
+    panels = LinePanels(choice, names, panel, title, subtitle + control_words(choice, labels),
+                        choice.caption(note, below, intervals))  # fmt: skip
     for axis, members, ends in panels:
         for label in members:
             line = found[found["policy"] == label]
@@ -245,7 +258,7 @@ def draw_lines(
                 axis.axhline(value, **look | {"marker": ""})
                 ends.append(LineEnd(panels.names[label], found[x].max(), value, look["color"]))
             else:
-                ends.append(draw_mean(axis, line, x, look, panels.names[label]))
+                ends.append(draw_mean(axis, line, x, look, panels.names[label], logarithmic))
     panels.finish(x_label, set_x_axis, logarithmic)
     data = found
     data.insert(1, "role", data["policy"].map(choice.role))

@@ -13,6 +13,7 @@ from kvreplay.plot.lines import (
     BELOW,
     LinePanels,
     budget_free,
+    control_words,
     draw_mean,
     interval_words,
     mean_over_traces,
@@ -46,8 +47,9 @@ def draw(choice: Choice) -> Drawing:
     names, logarithmic, below = never_zero(choice, points, labels)
     panels = LinePanels(
         choice, {label: label for label in names}, PANEL, title=f"{choice.metric_words} by memory",
-        subtitle="a point for each budget; circles and black steps: Pareto front, controls excluded; controls in grey",
-        caption=choice.caption(below, interval_words(points["traces"], prompts)),
+        subtitle="a point for each budget; circles and black steps: Pareto front, controls excluded"
+        + control_words(choice, names),
+        caption=choice.caption(below, interval_words(points[points["policy"].isin(names)], prompts, logarithmic)),
         below=BELOW if np.isnan(full) else 2 * BELOW,
     )  # fmt: skip
     drawn = points[points["policy"].isin(names)]
@@ -57,7 +59,9 @@ def draw(choice: Choice) -> Drawing:
         for label in members:
             line, look = points[points["policy"] == label], choice.looks[label] | {"markevery": 1}
             pieces = [line.iloc[[i]] for i in range(len(line))] if line["budget_free"].any() else [line]
-            ends.append([draw_mean(axis, piece, "memory", look, panels.names[label]) for piece in pieces][-1])
+            ends.append(
+                [draw_mean(axis, piece, "memory", look, panels.names[label], logarithmic) for piece in pieces][-1]
+            )
             ringed = line[line["on_front"]]
             axis.plot(ringed["memory"], ringed["mean"], "o", markersize=7, markerfacecolor="none",
                       markeredgecolor="black", markeredgewidth=0.7, linestyle="none", zorder=3)  # fmt: skip

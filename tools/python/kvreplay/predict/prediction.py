@@ -20,14 +20,13 @@ from kvreplay.compare.comparison import part_of_name, prompts_of
 from kvreplay.compare.statistics import cluster_sums, intervals_of_rows, mean_intervals
 from kvreplay.errors import Error
 from kvreplay.live_metrics import BY_NAME as LIVE
-from kvreplay.live_metrics import FEWEST
+from kvreplay.live_metrics import FEWEST, UNORDERED
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
 from kvreplay.results import CELL, DECIDED_LIVE, Run, labels
 
 SHARE = 0.95
 OF_A_CONTROL = "attention_recall:oracle"  # the best set with the policy's counts, not the policy's own
 DAMAGE = {"higher": -1.0, "lower": 1.0}
-UNORDERED = ("none", "live", "future")  # decisions of cells that hold everything, or are no policies to choose from
 PARTS = ("lower-half", "upper-half", "lower-third", "middle-third", "upper-third")
 AGREEMENTS = {"spearman": spearman, "kendall": kendall, "in_order": in_order}
 

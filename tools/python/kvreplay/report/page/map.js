@@ -67,13 +67,19 @@ function profileKinds(view) {
   return { kinds, of: (i) => (has(0, i) ? (has(1, i) ? "both" : "first") : has(1, i) ? "second" : "neither") };
 }
 
-/** Text in lines that fit into the plot, broken behind spaces and commas, from `top`; the lower edge. */
-function drawWords(drawing, words, top) {
-  const most = Math.floor(map.plot / LETTER), lines = [""];
+/** Text in lines that fit into a width, broken behind spaces and commas. */
+function linesOf(words, width) {
+  const most = Math.floor(width / LETTER), lines = [""];
   for (const word of words.split(/(?<=[ ,])/)) {
     if (lines.at(-1) && lines.at(-1).length + word.trim().length > most) lines.push("");
     lines.push(lines.pop() + word);
   }
+  return lines;
+}
+
+/** Text in lines that fit into the plot, from `top`; the lower edge. */
+function drawWords(drawing, words, top) {
+  const lines = linesOf(words, map.plot);
   lines.forEach((line, i) => {
     drawing.append(make("text", { x: MAP.left, y: top + 14 + 16 * i, class: "heading" }, line));
   });
@@ -86,7 +92,7 @@ function drawProfile(drawing, view, top) {
   if (!trace.attention?.bytes) return top;
   const received = attentionOf(trace, layer, trace.boundary), most = received.reduce((a, b) => Math.max(a, b), 0);
   const { kinds, of } = profileKinds(view);
-  const words = `attention of evaluation queries, ${layer < 0 ? "mean over layers" : `layer ${trace.layers[layer]}`}`
+  const words = `attention, summed over evaluation queries, ${layer < 0 ? "mean over layers" : `layer ${trace.layers[layer]}`}`
     + ", mean over heads, logarithmic";
   top = drawWords(drawing, words, top);
   let x = MAP.left;

@@ -125,18 +125,21 @@ function svgOf(id) {
   const box = $(id), shownDrawing = box.querySelector("svg[role]");
   const drawing = shownDrawing ? styled(shownDrawing) : heatmapsDrawing();
   let [, , width, height] = drawing.getAttribute("viewBox").split(" ").map(Number);
-  const heading = box.querySelector(".axis")?.textContent;
+  const heading = box.querySelector(".axis")?.textContent, room = width - 20;
+  const above = heading ? linesOf(heading, room) : [], down = above.length && 8 + 16 * above.length;
   const [legend, below] = legendBelow(box, width, height + 4);
   height = below;
   const { at } = document.querySelector(`[data-save="${id}"]`).dataset;
   const origin = [shown.trace.name, at ?? `budget ${shown.budget.budget}`, "open loop"].join(", ");
+  const note = box.querySelector(".free")?.textContent;
+  const notes = [...(note ? linesOf(note, room) : []), ...linesOf(origin, room)];
   const ground = plainColour(getComputedStyle(document.documentElement).backgroundColor);
-  const body = make("g", { transform: `translate(0 ${heading ? 24 : 0})` }, ...drawing.childNodes, legend,
-    make("text", { x: 10, y: height, ...textStyle() }, origin));
-  height += (heading ? 24 : 0) + 14;
+  const written = (lines, top) => lines.map((line, i) => make("text", { x: 10, y: top + 16 * i, ...textStyle() }, line));
+  const body = make("g", { transform: `translate(0 ${down})` }, ...drawing.childNodes, legend, ...written(notes, height));
+  height += down + 16 * notes.length - 2;
   const whole = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height },
     make("rect", { width, height, fill: ground }),
-    ...(heading ? [make("text", { x: 10, y: 18, ...textStyle() }, heading)] : []), body);
+    ...written(above, 18), body);
   return [new XMLSerializer().serializeToString(whole), width, height];
 }
 

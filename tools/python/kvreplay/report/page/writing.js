@@ -9,6 +9,7 @@ function alike(one, other) {
 
 /** A text with visible line feeds; empty lines take no room. */
 function withLineFeeds(text) {
+  if (!text) return "(nothing: the model ended its answer at once)";
   return text.replace(/\n+/g, (feeds) => "↵".repeat(feeds.length) + "\n");
 }
 
@@ -19,7 +20,8 @@ function drawWriting(trace, budget) {
   const entries = cells.flatMap((cell) => {
     const at = alike(cell.written, trace.written ?? cell.written);
     const rest = at < cell.written.length ? make("mark", {}, withLineFeeds(cell.written.slice(at))) : "";
-    return [make("dt", {}, cell.label), make("dd", {}, withLineFeeds(cell.written.slice(0, at)), rest)];
+    const same = at || !rest ? withLineFeeds(cell.written.slice(0, at)) : "";
+    return [make("dt", {}, cell.label), make("dd", {}, same, rest)];
   });
   document.getElementById("written").replaceChildren(
     make("dt", {}, "full cache"), make("dd", {}, trace.written === null
