@@ -223,6 +223,26 @@ def test_a_model_without_files_is_refused_before_torch_is_imported(model: str, f
     assert done.stderr.startswith("kvreplay: --model: ") and done.stderr.endswith(f", found {found}\n")
 
 
+def test_incomplete_weights_are_refused_before_torch_is_imported(model_folder: Folder, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged, found in (
+        (b"version https://git-lfs.github.com/spec/v1\n", "43 bytes of another format"),
+        (whole[:-5], f"{len(whole) - 5:,} bytes of {len(whole):,}"),
+        (whole[:8] + b"x" * (len(whole) - 8), f"{len(whole):,} bytes of another format"),
+        (b"", "0 bytes of another format"),
+    ):
+        weights.write_bytes(damaged)
+        command = [sys.executable, "-c", WITHOUT_TORCH, *words(folder, tmp_path / "t.h5")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 3
+        assert done.stderr == (
+            f"kvreplay: --model: {weights}: expected a complete safetensors file (git lfs pull, or download it again), "
+            f"found {found}\n"
+        )
+
+
 def test_a_hub_that_does_not_answer_and_an_empty_prompt_are_refused_before_torch_is_imported(
     model_folder: Folder, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class Source:
                 raise Error(
                     "--model", self.name, "a folder with config.json and the weights of a model", "no config.json"
                 )
+            for weights in self.weights():
+                _require_whole(weights)
         elif path.exists():
             raise Error("--model", self.name, wanted, "another file")
         elif not HUB_NAME.fullmatch(self.name):
@@ -100,3 +103,22 @@ class Source:
                 while piece := file.read(READ_AT_ONCE):
                     digest.update(piece)
         return digest.hexdigest() if files else ""
+
+
+def _require_whole(weights: Path) -> None:
+    """Rejects a file that is missing, or a safetensors file that ends before its numbers do."""
+    if not weights.is_file():
+        raise Error("--model", str(weights), "a file with weights", "no such file")
+    if weights.suffix != ".safetensors":
+        return
+    size, whole = weights.stat().st_size, -1
+    with open(weights, "rb") as file:
+        header = int.from_bytes(file.read(8), "little")  # the format: bytes of the JSON behind these 8
+        if 8 + header <= size:
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                tensors = json.loads(file.read(header))
+                ends = (one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__")
+                whole = 8 + header + max(ends, default=0)
+    if size != whole:
+        raise Error("--model", str(weights), "a complete safetensors file (git lfs pull, or download it again)",
+                    f"{size:,} bytes" + (f" of {whole:,}" if whole > 0 else " of another format"))  # fmt: skip

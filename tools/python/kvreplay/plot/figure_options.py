@@ -155,7 +155,7 @@ class Choice:
 
     @cached_property
     def budget_sizes(self) -> dict[str, float]:
-        """Mean tokens of each budget of the run, over the traces that are asked for, in ascending order."""
+        """Mean tokens of each budget of the run, over the requested traces, in ascending order."""
         cells = self.run.cells
         if self.traces_asked:
             cells = cells[cells["trace"].isin(self.traces)]
