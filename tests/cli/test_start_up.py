@@ -50,6 +50,7 @@ UNKNOWN_NAMES = {
     "kvreplay-capture --model x --prompts x.jsonl -n 3 -o t.h5": "-o: 3 prompts, one trace each: expected a folder",
     "kvreplay-check trace.h5 trace.npz -p snapvk -b 0.1": "snapvk: unknown policy: did you mean snapkv?",
     "kvreplay-check trace.h5 trace.npz -p snapkv -b 0": "budget 0: out of range: expected 1..2147483647, found 0",
+    "kvreplay-plot compare run": "--baseline: no policy to compare with: expected one of snapkv:window=4, found none",
     "kvreplay-compare run": "--baseline: no policy to compare with: expected one of snapkv:window=4, found none",
     "kvreplay-compare run --baseline snapvk": "--baseline: unknown policy snapvk: did you mean snapkv?",
     "kvreplay-compare run --baseline h2o -p snapvk": "-p: unknown policy snapvk: did you mean snapkv?",

@@ -1195,7 +1195,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
             ["needle", "--metric", "kv_bytes"],
             "--metric: not a metric of this figure: expected span_recall:any|mean|full, found kv_bytes",
         ),
-        (["compare"], "--baseline: missing: expected a policy to compare with"),
+        (["compare"], "--baseline: no policy to compare with: expected a policy of the run, found none"),
         (["compare", "--baseline", "h20"], "--baseline: unknown policy h20: did you mean h2o?"),
         (["compare", "--baseline", "h2o", "--seed", "-2"], "--seed: out of range: expected 0 or more, found -2"),
         (["attention", "--layer", "9"], "--layer: no such layer in this trace: expected 0 to 3, found 9"),

@@ -815,6 +815,7 @@ def test_tables_are_copied_as_markdown_latex_and_csv(page, real, look):
     assert len(table) == 9
     *lines, blank, about = copied("Markdown").splitlines()
     assert blank == "" and TRACE in about and "open loop" in about and "Budget: 0.1 of " in about
+    assert about.endswith("Not at equal memory: kivi, sca") and "equal memory" not in copied("CSV")
     assert lines[0].startswith("| policy | heads | kept |") and re.fullmatch(r"\| --- \| ---( \| ---:)+ \|", lines[1])
     assert len(lines) == 2 + 9 and len({line.count("|") - line.count("\\|") for line in lines}) == 1
     best = window.inner_text("#headline td.best >> nth=0").strip("*\xa0")

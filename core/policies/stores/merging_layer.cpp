@@ -52,8 +52,9 @@ std::unique_ptr<StoredLayer> MergingLayer::before(int query) const {
   layer->tensors.k = view_.tensors().k;  // the same numbers, which need not be compared
   layer->bytes = bytes_;
   view_.on_threads(static_cast<std::size_t>(view_.kv_heads()), [&](std::size_t head) {
-    const Reader values_before = of_head(static_cast<int>(head));
-    const std::span<const float> rounded = values_before(query);
+    HeadValues values(view_.tensors().v, static_cast<int>(head));  // those of evicted tokens, too
+    merge_before(query, static_cast<int>(head), 0, values);
+    const std::span<const float> rounded = values.rounded();
     std::ranges::copy(rounded, layer->values.begin() + static_cast<std::ptrdiff_t>(head * rounded.size()));
   });
   return layer;

@@ -140,6 +140,15 @@ def entries(run: Path, records: str, name: str) -> list[str]:
     return []
 
 
+def require_baseline(baseline: str, runs: Sequence[Path]) -> None:
+    """Rejects a comparison without `--baseline`, with the policies of the runs."""
+    if baseline:
+        return
+    known = dict.fromkeys(label for folder in runs for label in entries(folder, "policies", "label"))
+    expected = f"one of {', '.join(known)}" if known else "a policy of the run"
+    raise Error("--baseline", "no policy to compare with", expected, "none", Refusal.USAGE)
+
+
 def _listed(folder: Path) -> tuple[set[str], set[str], set[str], set[str]]:
     """Policies, budgets, traces and metrics of the last replay into the folder, from run.json."""
     about = json.loads((folder / "run.json").read_bytes())

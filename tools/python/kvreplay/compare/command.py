@@ -7,11 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from kvreplay.errors import Error, Refusal
 from kvreplay.headline import DEFAULT
 from kvreplay.program import Parser, add_same_prompt, exit_code, names, require_format, require_least, say_notes
 from kvreplay.run_folder import require_run
-from kvreplay.run_names import check_names, entries, split_policies
+from kvreplay.run_names import check_names, require_baseline, split_policies
 
 
 def parser() -> Parser:
@@ -50,10 +49,7 @@ def compare(arguments: argparse.Namespace) -> None:
     require_least(arguments, seed=0)
     for folder in arguments.runs:
         require_run(folder)
-    if not arguments.baseline:
-        known = dict.fromkeys(label for folder in arguments.runs for label in entries(folder, "policies", "label"))
-        expected = f"one of {', '.join(known)}" if known else "a policy of the run"
-        raise Error("--baseline", "no policy to compare with", expected, "none", Refusal.USAGE)
+    require_baseline(arguments.baseline, arguments.runs)
     policies = split_policies(arguments.policies)
     check_names(arguments.runs, policies=policies, baseline=arguments.baseline, budgets=arguments.budgets,
                 metrics=arguments.metric)  # fmt: skip

@@ -26,7 +26,7 @@ from kvreplay.program import (
     say_step,
 )
 from kvreplay.run_folder import require_run
-from kvreplay.run_names import check_names, split_policies
+from kvreplay.run_names import check_names, require_baseline, split_policies
 from kvreplay.tables import wrapped
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         return
     require_run(arguments.run)
     asked = asked_of_kinds(arguments)
+    if arguments.kind == "compare":
+        require_baseline(asked.get("baseline", ""), [arguments.run])
     is_checked_later = arguments.kind == "needle"  # its metrics are variants of span_recall
     check_names(
         [arguments.run],

@@ -7,10 +7,11 @@ import pandas as pd
 
 from kvreplay.compare.comparison import Comparison, heads_shown
 from kvreplay.compare.statistics import differences
-from kvreplay.errors import Error, Refusal
+from kvreplay.errors import Error
 from kvreplay.plot.figure_options import Choice, open_loop
 from kvreplay.plot.lines import WIDEST_NAME
 from kvreplay.plot.style import LINE, PAGE, POINT, QUIET, SMALL, Drawing, width_of, wrap
+from kvreplay.run_names import require_baseline
 
 LABEL = 1.45  # inches at most; a longer name is broken
 NARROWEST, WIDEST = 1.15, 2.6  # inches a panel
@@ -24,8 +25,7 @@ def draw(choice: Choice) -> Drawing:
 
     Where rows are sorted, policies that are not at equal memory with the baseline are last: they have no rank.
     """
-    if not choice.baseline:
-        raise Error("--baseline", "missing", "a policy to compare with", "", Refusal.USAGE)
+    require_baseline(choice.baseline, [choice.run.folder])
     budgets = choice.budgets
     comparison = Comparison(
         [choice.run], choice.baseline, choice.policies, budgets, [choice.metric_name], choice.traces_asked,

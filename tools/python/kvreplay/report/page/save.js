@@ -20,8 +20,10 @@ function rowsOf(table) {
 
 /** What the numbers of a table are. */
 function aboutTable(id) {
+  const free = shown.budget.cells.filter((cell) => groupOf(cell) === OWN_MEMORY && passes(cell.label));
+  const unequal = free.length ? `. Not at equal memory: ${free.map(({ label }) => label).join(", ")}` : "";
   return id === "means" ? `${$("mean-metric").value}, budget ${shown.budget.budget}, open loop. ${$("compared").textContent}`
-    : `${$("line").textContent}, open loop. Budget: ${shown.budget.line}`;
+    : `${$("line").textContent}, open loop. Budget: ${shown.budget.line}${unequal}`;
 }
 
 /** Documents say what the numbers are; CSV has the numbers alone. */
