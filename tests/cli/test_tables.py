@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -668,6 +669,18 @@ def test_a_damaged_file_of_live_numbers_is_named(live: Path) -> None:
         3,
         "kvreplay: out/live/t.csv: value: expected a number, or empty, found a quarter\n",
     )
+
+
+def test_figures_draw_the_seconds_that_tables_show(live: Path) -> None:
+    for name in ("select", "select_seconds"):
+        plotted = kvreplay("plot", "curve", "out", "--metric", name, "--data", "c.csv", folder=live, env=WITH_PYTHON)
+        assert plotted.code == 0, plotted
+    seconds = [row for row in csv.DictReader((live / "out/seconds.csv").open()) if row["metric"] == "select_seconds"]
+    drawn = list(csv.DictReader((live / "c.csv").open()))
+    assert {"h2o", "knorm", "keydiff"} <= {row["policy"] for row in drawn}
+    for row in drawn:
+        own = [float(one["value"]) for one in seconds if one["policy"] == row["policy"] and not one["variant"]]
+        assert row["metric"] == "select_seconds" and math.isclose(float(row["mean"]), sum(own), rel_tol=1e-12)
 
 
 def test_the_next_figure_is_of_one_model(tmp_path: Path) -> None:

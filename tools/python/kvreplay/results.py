@@ -31,7 +31,7 @@ from kvreplay.live_metrics import METRICS as LIVE_METRICS
 from kvreplay.nearest import nearest
 from kvreplay.parameters import of_policy
 from kvreplay.run_folder import require_run
-from kvreplay.run_names import LABELLED, labels_of
+from kvreplay.run_names import LABELLED, SELECT_SECONDS, labels_of
 from kvreplay.skill import SKILL, Policy, is_recall, skill_rows, twins_of
 from kvreplay.trace import Span, Trace
 
@@ -374,7 +374,7 @@ class Run:
             return {}
         try:
             times = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
-            chosen = times[(times["metric"] == "select_seconds") & (times["variant"] == "")]
+            chosen = times[(times["metric"] == SELECT_SECONDS) & (times["variant"] == "")]
             values = pd.to_numeric(chosen["value"]).groupby([chosen["trace"], chosen["cell"]]).sum()
         except (OSError, ValueError, KeyError) as problem:
             raise Error(str(path), "unreadable", "trace, cell, metric, variant, value", str(problem)) from problem

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BESIDE = ("boundary", "eval", "backend", "seed")  # parameters of a label where two cells differ in nothing else
 LABELLED = ("trace", "policy", "params", "budget", *BESIDE)  # the columns of a cell that labels depend on
 Cell = tuple[str, ...]  # values of LABELLED
+SELECT_SECONDS = "select_seconds"  # the metric of seconds.csv that tables show
 LISTS = {"policy": "kvreplay show RUN --all", "metric": "kvreplay metrics", "trace": "kvreplay show RUN --each"}
 
 

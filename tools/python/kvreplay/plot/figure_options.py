@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from kvreplay.families import family_of
 from kvreplay.headline import default_metric
 from kvreplay.plot.colours import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
-from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics
+from kvreplay.run_names import SELECT_SECONDS, chosen_labels, metric_names, pick, pick_metrics
 from kvreplay.skill import TWIN
 
 if TYPE_CHECKING:
@@ -204,10 +205,21 @@ class Choice:
         return drawn
 
     @cached_property
+    def overall(self) -> pd.DataFrame:
+        """Rows of `Run.overall`, and the seconds of selection as one more metric."""
+        table, cells, known = self.run.overall, self.run.cells, self.run.select_seconds
+        seconds = cells.assign(
+            trace_hash=cells["trace"].map(table.drop_duplicates("trace").set_index("trace")["trace_hash"]),
+            metric=SELECT_SECONDS, variant="", layer="all", head="all", unit="s",
+            value=[known.get(key, math.nan) for key in zip(cells["trace"], cells["cell"], strict=True)],
+        )  # fmt: skip
+        return pd.concat([table, seconds.dropna(subset="value")], ignore_index=True)
+
+    @cached_property
     def metric(self) -> tuple[str, str]:
         """Name and variant. A metric whose values all have one variant needs no variant."""
-        known = metric_names(self.run.overall)
-        asked = self.metric_asked or default_metric(list(known), [self.run])
+        known = metric_names(self.overall)
+        asked = self.metric_asked or default_metric(list(metric_names(self.run.overall)), [self.run])
         variants = [name for name in known if name.partition(":")[0] == asked]
         if asked not in known and len(variants) > 1:
             raise Error("--metric", "metric with several variants", "one of " + ", ".join(variants), asked,
@@ -230,7 +242,7 @@ class Choice:
     @property
     def metric_unit(self) -> str:
         """Its unit in parentheses, a space before them."""
-        table = self.run.overall
+        table = self.overall
         name, variant = self.metric
         units = set(table["unit"][(table["metric"] == name) & (table["variant"] == variant)]) - {"", "1"}
         return f" ({units.pop()})" if units else ""
@@ -242,8 +254,8 @@ class Choice:
         return name.replace("_", " ") + (f", {variant}" if variant else "") + self.metric_unit
 
     def rows(self, metric: str) -> pd.DataFrame:
-        """Rows of `Run.overall` of a metric, of the chosen traces."""
-        rows = self.run.overall
+        """Rows of `overall` of a metric, of the chosen traces."""
+        rows = self.overall
         mine = (rows["role"] != "trace") & (rows["metric"] == metric)
         return rows[mine & rows["trace"].isin(self.traces)]
 

@@ -161,6 +161,7 @@ class LinePanels:
         high = max(axis.get_ylim()[1] for axis in self.sheet.axes)
         for i, axis in enumerate(self.sheet.axes):
             quiet_frame(axis)
+            axis.yaxis.get_offset_text().set(va="top", x=0.01)  # inside: a heading or the subtitle is above
             axis.set_ylim(low, high)
             if logarithmic:
                 logarithmic_axis(axis)
