@@ -148,6 +148,11 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{REPLAY} -p snapkw -b 0.5", "snapkw: unknown policy: did you mean snapkv?"),
     (
         USAGE,
+        f"{REPLAY} -p sanpkv,full,h20 -b 0.5",
+        "--policy: sanpkv: unknown policy: did you mean snapkv?; h20: unknown policy: did you mean h2o?",
+    ),
+    (
+        USAGE,
         f"{REPLAY} -p zzzzzzzz -b 0.5",
         f"zzzzzzzz: unknown policy: expected {POLICIES}kvzip, ada-kv, cam {LISTED}, found zzzzzzzz",
     ),

@@ -10,6 +10,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <ranges>
 #include <set>
 #include <utility>
 
@@ -149,6 +150,24 @@ std::vector<GivenValue> policy_texts(const Arguments& arguments) {
   return texts;
 }
 
+/// The policies that `parse` reads from the texts. One error names all that are rejected.
+template <class Parse>
+std::vector<ConfiguredPolicy> parse_each(const std::vector<GivenValue>& texts, Parse parse) {
+  std::vector<ConfiguredPolicy> policies;
+  std::vector<Error> errors;
+  for (const GivenValue& text : texts) {
+    try {
+      policies.push_back(at_place(text, [&] { return parse(text.text); }));
+    } catch (const Error& error) {
+      errors.push_back(error);
+    }
+  }
+  if (errors.size() == 1) throw errors.front();
+  const auto lines = std::views::transform(errors, &Error::what);
+  if (!errors.empty()) throw Error{errors.front().refusal(), "--policy", fmt::format("{}", fmt::join(lines, "; "))};
+  return policies;
+}
+
 /// Throws Error{input} of the first trace where none can be opened.
 void require_a_trace(const std::vector<std::string>& paths) {
   std::optional<Error> first;
@@ -237,13 +256,11 @@ Prepared requested(const Arguments& arguments) {
   const auto around = [&](const std::string& policy) {
     return engine != nullptr ? engine->around(policy) : structure ? structure->around(policy) : policy;
   };
-  std::vector<ConfiguredPolicy> policies;
-  for (const GivenValue& policy : policy_texts(arguments))
-    policies.push_back(at_place(policy, [&] {
-      ConfiguredPolicy configured = ConfiguredPolicy::parse(around(policy.text), request.seed);
-      if (protect) configured.replace_protected(*protect);
-      return configured;
-    }));
+  const std::vector<ConfiguredPolicy> policies = parse_each(policy_texts(arguments), [&](const std::string& text) {
+    ConfiguredPolicy configured = ConfiguredPolicy::parse(around(text), request.seed);
+    if (protect) configured.replace_protected(*protect);
+    return configured;
+  });
   for (const GivenValue& value : arguments.values("budget"))
     for (const std::string& literal : split(value.text, ','))
       request.budgets.push_back(at_place(value, [&] { return Budget::parse(literal); }));
