@@ -33,6 +33,18 @@ SPELLINGS = {"--policy": "--policies", "--budget": "--budgets", "--trace": "--tr
 SPELLINGS |= {plural: singular for singular, plural in SPELLINGS.items()}
 
 
+class PrintVersion(argparse.Action):
+    """Prints the version as the program does, with the commit; without the engine, as for figures, the version."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        with contextlib.suppress(ImportError):
+            from kvreplay import _engine
+
+            sys.exit(_engine.program(["--version"]))
+        print(f"kvreplay {__version__}")
+        sys.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """A command line with kvreplay's usage errors: for an unknown option the error names the nearest one. The help ends
     with `examples`. `writes_files`: stdout repeats the files, and -q discards it until exit_code() ends."""
@@ -45,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         self._writes_files = writes_files
         self._optionals.title = "other options"
         self.add_argument("-q", "--quiet", action="store_true", help=QUIET)
-        self.add_argument("-V", "--version", action="version", version=f"kvreplay {__version__}",
+        self.add_argument("-V", "--version", action=PrintVersion, nargs=0, default=argparse.SUPPRESS,
                           help="print the version")  # fmt: skip
 
     def format_help(self) -> str:
