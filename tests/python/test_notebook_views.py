@@ -51,7 +51,7 @@ def trace(small: Path) -> kv.Trace:
 
 @pytest.fixture(scope="module")
 def run(trace: kv.Trace) -> kv.Run:
-    return kv.replay(trace, ["snapkv", "h2o", "local"], [0.25, 0.5], progress=False)
+    return kv.replay(trace, ["snapkv", "h2o", "tova"], [0.25, 0.5], progress=False)
 
 
 def test_names_and_texts_are_escaped(trace: kv.Trace, run: kv.Run) -> None:
@@ -69,12 +69,14 @@ def test_names_and_texts_are_escaped(trace: kv.Trace, run: kv.Run) -> None:
 def test_a_run_shows_its_headline_numbers(run: kv.Run) -> None:
     assert repr(run) == "<kvreplay run of shown>"
     header, *rows = Content(run._repr_html_()).rows
+    terminal = next(line for line in run.table(all=True).splitlines() if line.startswith("policy "))
+    assert header == ["budget", *terminal.split()]
     shown = {(row[0], row[1].strip("()")): dict(zip(header, row, strict=True)) for row in rows}
     results = run.results[(run.results["layer"] == "all") & (run.results["role"] != "trace")]
     assert len(shown) == len(rows) == len(results[["budget", "label"]].drop_duplicates())
     for name, metric, variant in (
-        ("attention_recall", "attention_recall", ""),
-        ("output_error:pooled", "output_error", "pooled"),
+        ("recall", "attention_recall", ""),
+        ("out.err", "output_error", "pooled"),
     ):
         wanted = results[(results["metric"] == metric) & (results["variant"] == variant)]
         for row in wanted.itertuples():
@@ -85,9 +87,10 @@ def test_a_run_shows_its_headline_numbers(run: kv.Run) -> None:
 
 
 def test_a_policy_with_memory_of_its_own_is_never_best(trace: kv.Trace) -> None:
-    page = kv.replay(trace, ["snapkv", "kivi"], 0.25, progress=False)._repr_html_()
-    best = {name: re.search(rf">{name}<.*?</tr>", page, re.DOTALL)[0].count("<b>") for name in ("snapkv", "kivi")}
-    assert best["snapkv"] > 0 and best["kivi"] == 0
+    names = ["snapkv", "h2o", "kivi"]
+    page = kv.replay(trace, names, 0.25, progress=False)._repr_html_()
+    best = {name: re.search(rf">{name}<.*?</tr>", page, re.DOTALL)[0].count("<b>") for name in names}
+    assert best["snapkv"] + best["h2o"] > 0 and best["kivi"] == 0
 
 
 def test_the_map_shows_the_share_of_heads_that_keep_a_token(run: kv.Run) -> None:

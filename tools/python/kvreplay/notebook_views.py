@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvreplay.results import Run, Selection
     from kvreplay.trace import Trace
 
-METRICS = ("attention_recall", "output_error:pooled", "jaccard_adjacent:mean")
 MOST_ROWS = 40
 MOST_COLUMNS = 480  # of a map: positions of longer prompts are averaged
 MAP_COLOUR = (44, 133, 189)
@@ -45,47 +44,20 @@ def trace_html(trace: Trace) -> str:
 
 
 def run_html(run: Run) -> str:
-    """The headline metrics of each policy at each budget, mean over traces; bold: the best policy at this
-    budget, of those with equal memory."""
-    rows = run.overall[run.overall["role"] != "trace"]
-    names = rows["metric"] + rows["variant"].map(lambda variant: f":{variant}" if variant else "")
-    spans = sorted({name for name in names if re.fullmatch(r"span_recall:(?!context\b).*\.mean", name)})
-    shown = [name for name in (*METRICS, *spans) if (names == name).any()]
-    sizes = rows.groupby("budget")["budget_tokens"].mean()
-    numbers = rows.assign(name=names).pivot_table("value", ["budget", "role", "label"], "name", sort=False)
-    numbers = numbers.reindex(columns=shown)
-    kept = rows.groupby(["budget", "role", "label"], sort=False)["kept_tokens"].mean()
-    cells = sorted(kept.index, key=lambda cell: (sizes[cell[0]], cell[1] == "control"))
-    # As in the printed table: policies of equal memory that are better than their random twins.
-    excluded = run.own_memory | run.fails_twin
-    cells_of_rows = zip(rows["trace"], rows["cell"], strict=True)
-    is_excluded = [cell in excluded for cell in cells_of_rows]
-    uncompared = set(rows[is_excluded].set_index(["budget", "role", "label"]).index)
-    compared = [key for key in numbers.index if key[1] != "control" and key not in uncompared]
-    best = {}
-    for name in shown:
-        sign = {"higher": 1, "lower": -1}.get(run.better_of(name))
-        if sign:
-            best[name] = (sign * numbers.loc[compared, name]).groupby("budget").max() * sign
-    lines = []
-    for budget, role, label in cells[:MOST_ROWS]:
-        words = [
-            escape(budget),
-            escape(f"({label})" if role == "control" else label),
-            f"{kept[budget, role, label]:.1f}",
-        ]
-        for name in shown:
-            value = numbers[name].get((budget, role, label), np.nan)
-            word = "" if np.isnan(value) else f"{value:.3f}"
-            is_best = (budget, role, label) in compared and name in best and value == best[name].get(budget)
-            words.append(f"<b>{word}</b>" if is_best else word)
-        lines.append(words)
-    traces = sorted(set(rows["trace"]))
-    title = f"run of {len(traces)} traces" if len(traces) > 1 else f"run on {traces[0]}" if traces else "run"
+    """The table of `kvreplay show --all`, with the best policies of each budget in bold."""
+    lines = [line for line in run.table(all=True, format="markdown").splitlines() if line.startswith("|")]
+    header, rule, *rows = ([markdown_cell(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
+    traces = run.stored_traces
+    title = f"run of {len(traces)} traces" if len(traces) > 1 else f"run on {traces[0]}"
     note = "open loop; bold: best policy at this budget and equal memory; in parentheses: controls"
-    if len(cells) > MOST_ROWS:
-        note += f"; {len(cells) - MOST_ROWS} more rows in run.results"
-    return titled(title, table(["budget", "policy", "kept_tokens", *map(breakable, shown)], lines, 2), note)
+    if len(rows) > MOST_ROWS:
+        note += f"; {len(rows) - MOST_ROWS} more rows in run.results"
+    return titled(title, table(header, rows[:MOST_ROWS], rule.count("---")), note)
+
+
+def markdown_cell(text: str) -> str:
+    """A cell of a Markdown table."""
+    return re.sub(r"^\*\*(.*)\*\*$", r"<b>\1</b>", escape(text.strip().replace("\\|", "|")))
 
 
 def selection_html(selection: Selection) -> str:
@@ -112,11 +84,6 @@ def selection_html(selection: Selection) -> str:
             ("protected", f"{extent(selection.sinks)} sinks, {extent(selection.recent)} recent tokens"),
         ),
     )  # fmt: skip
-
-
-def breakable(name: str) -> str:
-    """The name of a metric in a heading, which may continue on the next line behind _ and :."""
-    return re.sub("([_:])", r"\1<wbr>", escape(name))
 
 
 def extent(counts: np.ndarray) -> str:
