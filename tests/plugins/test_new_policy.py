@@ -180,6 +180,7 @@ def test_what_cannot_be_written_is_refused(words: str, message: str, tmp_path: P
 
 def test_outside_the_source_folder_something_must_be_said(tmp_path: Path) -> None:
     answer = kvreplay("new-policy", "mine", folder=tmp_path)
-    expected = f"not in kvreplay's source folder: expected --source DIR, or --plugin, found {tmp_path}"
-    assert answer == Answer(USAGE, "", f"kvreplay: new-policy: {expected}\n")
+    expected = "--source DIR, or --plugin, or a policy in Python (-p FILE.py:NAME, docs/writing-policies.md)"
+    line = f"new-policy: not in kvreplay's source folder: expected {expected}, found {tmp_path}"
+    assert answer == Answer(USAGE, "", f"kvreplay: {line}\n")
     assert files(tmp_path) == set()

@@ -74,7 +74,8 @@ fs::path source_folder(const Arguments& arguments) {
     if (fs::is_directory(folder / papers)) return folder.lexically_proximate(here);
     if (folder == folder.parent_path()) break;
   }
-  throw Error{Refusal::usage, "new-policy", "not in kvreplay's source folder", "--source DIR, or --plugin",
+  throw Error{Refusal::usage, "new-policy", "not in kvreplay's source folder",
+              "--source DIR, or --plugin, or a policy in Python (-p FILE.py:NAME, docs/writing-policies.md)",
               here.string()};
 }
 
