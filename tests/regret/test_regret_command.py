@@ -215,6 +215,10 @@ def test_options_that_cannot_be_meant_are_refused(tiny: list[Path], said) -> Non
     )
     assert said(*words, "--evl", "all", code=2) == "regret: unknown option --evl: did you mean --eval?"
     assert "required" in said(tiny[0], "-p", "snapkv", code=2)
+    run = tiny[0].parent / "run"
+    run.mkdir()
+    (run / "run.json").write_text('{"inputs": [{"path": "a.h5"}]}')
+    assert said(run, code=2) == f"{run}: not a trace: expected a trace of this run: a.h5, found a folder"
     with pytest.raises(Error, match="regret: unknown option: expected seed=N of a policy, found seed"):
         kv.regret(tiny[0], "random", 4, seed=3)
 

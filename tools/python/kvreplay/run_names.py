@@ -150,6 +150,20 @@ def require_baseline(baseline: str, runs: Sequence[Path]) -> None:
     raise Error("--baseline", "no policy to compare with", expected, "none", Refusal.USAGE)
 
 
+def not_a_trace(folder: Path) -> Error:
+    """The error of a folder in place of a trace, which names the traces of a run."""
+    traces = entries(folder, "inputs", "path")
+    expected = f"a trace of this run: {', '.join(traces)}" if traces else "TRACE.h5"
+    return Error(str(folder), "not a trace", expected, "a folder", Refusal.USAGE)
+
+
+def trace_path(text: str) -> Path:
+    """The type of an operand TRACE: a file, or a folder that is not a run."""
+    if (Path(text) / "run.json").exists():
+        raise not_a_trace(Path(text))
+    return Path(text)
+
+
 def _listed(folder: Path) -> tuple[set[str], set[str], set[str], set[str]]:
     """Policies, budgets, traces and metrics of the last replay into the folder, from run.json."""
     about = json.loads((folder / "run.json").read_bytes())

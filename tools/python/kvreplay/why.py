@@ -18,7 +18,7 @@ from kvreplay.program import (
     require_least,
     require_paths,
 )
-from kvreplay.run_names import entries
+from kvreplay.run_names import not_a_trace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,9 +63,7 @@ def why(arguments: argparse.Namespace) -> None:
     require_least(arguments, token=0, layer=0)
     require_paths(arguments.trace)
     if arguments.trace.is_dir():
-        traces = entries(arguments.trace, "inputs", "path")
-        expected = f"a trace of this run: {', '.join(traces)}" if traces else "TRACE.h5"
-        raise Error(str(arguments.trace), "not a trace", expected, "a folder", Refusal.USAGE)
+        raise not_a_trace(arguments.trace)
 
     from kvreplay.engine import Trace, require_cell
 

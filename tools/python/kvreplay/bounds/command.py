@@ -18,6 +18,7 @@ from kvreplay.program import (
     require_format,
     say_notes,
 )
+from kvreplay.run_names import trace_path
 
 
 def parser() -> Parser:
@@ -33,7 +34,7 @@ def parser() -> Parser:
         ),
     )
     add = found.add_argument
-    add("traces", metavar="TRACE", type=Path, nargs="+", help="traces to replay")
+    add("traces", metavar="TRACE", type=trace_path, nargs="+", help="traces to replay")
     compared = found.add_argument_group("policies and budgets")
     add = compared.add_argument
     add("-p", "--policy", metavar="POLICY,…", action="append", required=True,
