@@ -75,7 +75,8 @@ void share_out(const TileKernels& kernels, const LayerTensors& layer, int first_
     const float factor = sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0F;
     row.first = std::max(row.first, wanted.first);
     row.end = std::min(row.end, wanted.end);
-    kernels.add_row_shares(row, factor, out.row(head++).data() - wanted.first);
+    double* const shares = out.row(head++).data();
+    if (row.first < row.end) kernels.add_row_shares(row, factor, shares - wanted.first);
   }
 }
 

@@ -158,8 +158,9 @@ std::vector<ConfiguredPolicy> parse_each(const std::vector<GivenValue>& texts, P
   for (const GivenValue& text : texts) {
     try {
       policies.push_back(at_place(text, [&] { return parse(text.text); }));
-    } catch (const Error& error) {
-      errors.push_back(error);
+    } catch (const Error& error) {  // those of a grid of values may be equal
+      if (std::ranges::none_of(errors, [&](const Error& one) { return one.what() == std::string_view(error.what()); }))
+        errors.push_back(error);
     }
   }
   if (errors.size() == 1) throw errors.front();
