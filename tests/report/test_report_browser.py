@@ -419,6 +419,27 @@ def test_the_token_panel_and_the_budget_are_shown_whole(width, tmp_path, look):
     assert window.evaluate("document.getElementById('budget').offsetWidth") > 120
 
 
+def test_a_narrow_page_has_room_for_two_panes_and_the_token(page, look):
+    window = look(page, width=390)
+    choose(window, second="chunkkv")
+    window.click("#token-0-40")
+    heights = "['nav', '#panes', '#token'].map((name) => document.querySelector(name).offsetHeight)"
+    bar, *rest = window.evaluate(heights)
+    assert bar <= 100 and bar + sum(rest) < window.viewport_size["height"]
+    assert window.evaluate("(({scrollHeight, clientHeight}) => scrollHeight - clientHeight)($('token'))") == 0
+
+
+def test_the_table_with_live_numbers_fits_1200_pixels(real, look, tmp_path):
+    run = write_live(Path(shutil.copytree(real[0], tmp_path / "run")))
+    kld = pd.read_csv(run / "live.csv", dtype=str, keep_default_na=False)
+    names = ("kld", "same_top_p", "nll_increase", "contains")
+    pd.concat(kld.assign(metric=name) for name in names).to_csv(run / "live.csv", index=False)
+    window = look(write_report(run), width=1200)
+    titles = window.eval_on_selector_all("#headline thead button", "all => all.map((one) => one.dataset.title)")
+    assert "live.answer" in titles and len(titles) == 20
+    assert window.evaluate("(({scrollWidth, clientWidth}) => scrollWidth - clientWidth)($('headline').parentNode)") <= 0
+
+
 def test_motion_is_only_for_those_who_want_it(page, look):
     still, moving = look(page, reduced_motion="reduce"), look(page, reduced_motion="no-preference")
     behaviour = "getComputedStyle(document.documentElement).scrollBehavior"

@@ -39,6 +39,11 @@ function sorted(trace, cells) {
   });
 }
 
+/** A title that may continue on the next line behind a dot. */
+function breakable(title) {
+  return title.split(/(?<=\.)/).flatMap((piece, i) => i ? [make("wbr"), piece] : [piece]);
+}
+
 function headingOf(title, meaning, best, name = title) {
   const chosen = sorting.title === title;
   const sort = () => {
@@ -51,7 +56,7 @@ function headingOf(title, meaning, best, name = title) {
   };
   const arrow = chosen ? (sorting.descending ? " ↓" : " ↑") : "";
   return make("th", { scope: "col", "data-value": name, "aria-sort": chosen ? (sorting.descending ? "descending" : "ascending") : "none" },
-    make("button", { type: "button", title: meaning, "data-title": title, onclick: sort }, title + arrow));
+    make("button", { type: "button", title: meaning, "data-title": title, onclick: sort }, ...breakable(title), arrow));
 }
 
 function rowOf(cell) {
