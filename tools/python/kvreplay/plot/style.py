@@ -44,7 +44,6 @@ SETTINGS = rcParamsDefault | {
     "ytick.labelsize": SMALL,
     "axes.linewidth": 0.6,
     "axes.formatter.limits": (-3, 6),  # longer numbers at ticks have no room
-    "axes.formatter.use_mathtext": True,
     "axes.edgecolor": QUIET,
     "axes.labelcolor": "black",
     "xtick.color": QUIET,
