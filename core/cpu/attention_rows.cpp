@@ -2,11 +2,8 @@
 // of several are computed at once over all that any of them sees; then each row brings its own side by side.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstddef>
-#include <numbers>
 
-#include "attention/row_sums.h"
 #include "cpu/cpu_backend.h"
 #include "error.h"
 
@@ -63,23 +60,6 @@ struct TokenRow {
   std::vector<int> leaving;  // numbers of those that some query no longer sees
 };
 
-/// Attention of one query: that of the query heads from `first_head` on to the tokens that are wanted.
-void share_out(const TileKernels& kernels, const LayerTensors& layer, int first_head, std::span<const LogitRow> heads,
-               NumberRange wanted, Matrix& out) {
-  int head = first_head;
-  for (LogitRow row : heads) {
-    const double sink = layer.sinks.empty()
-                            ? 0.0
-                            : sink_weight(layer.sink(head) * std::numbers::log2e, static_cast<double>(row.reference));
-    const double sum = row.sum + sink;
-    const float factor = sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0F;
-    row.first = std::max(row.first, wanted.first);
-    row.end = std::min(row.end, wanted.end);
-    double* const shares = out.row(head++).data();
-    if (row.first < row.end) kernels.add_row_shares(row, factor, shares - wanted.first);
-  }
-}
-
 }  // namespace
 
 std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const AttentionRows& what) {
@@ -125,19 +105,21 @@ std::vector<Matrix> CpuBackend::attention_rows(const LayerTensors& layer, const 
           query, [&](int begin, int end) { next = std::copy(logits + offset + begin, logits + offset + end, next); });
       heads.push_back({resident + offset, exponentials + offset, first, resident_to[static_cast<std::size_t>(number)]});
     }
-    const auto all_finite = [&] {
-      return std::ranges::all_of(
-          heads, [&](LogitRow& head) { return kernels_.row_exponentials(head) && std::isfinite(head.sum); });
-    };
-    if (!all_finite()) {
-      for (LogitRow& head : heads) kernels_.raise_row_reference(head);
-      if (!all_finite()) {
-        finite = false;
-        return;
-      }
+    if (!compute_rows(kernels_, heads)) {
+      finite = false;
+      return;
     }
-    share_out(kernels_, layer, kv_head * group, heads,
-              what.wanted_of(static_cast<std::size_t>(number), resident_to[static_cast<std::size_t>(number)]), out);
+    const NumberRange wanted =
+        what.wanted_of(static_cast<std::size_t>(number), resident_to[static_cast<std::size_t>(number)]);
+    int head = kv_head * group;
+    for (LogitRow& of_head : heads) {
+      of_head.first = std::max(of_head.first, wanted.first);
+      of_head.end = std::min(of_head.end, wanted.end);
+      double* const columns = out.row(head).data();
+      if (of_head.first < of_head.end)
+        add_softmax(kernels_, of_head, 1.0, layer.sink(head), columns + (of_head.first - wanted.first));
+      ++head;
+    }
   };
 
   const std::size_t head_cells = static_cast<std::size_t>(tiles) * tile_cells;

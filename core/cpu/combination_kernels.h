@@ -5,8 +5,8 @@
 
 namespace kvreplay {
 
-/// out[i] = Σ_c weights[c] rows[c · stride + i] for i < n and c < count. Each product and each sum is
-/// rounded, in the order of c: the bits do not depend on the SIMD level.
+/// out[i] = Σ_c weights[c] rows[c · stride + i] for i < n and c < count. Each product and each sum is rounded, in the
+/// order of c: the bits do not depend on the SIMD level.
 struct CombinationKernels {
   void (*doubles)(const double* weights, int count, const double* rows, std::ptrdiff_t stride, int n, double* out);
   /// The same of several lists of weights, [lists, count]; list l to out + l · out_stride. Each row is read once for

@@ -153,6 +153,21 @@ void SoftmaxBlock::count_above_one(const float* factors) {
     }
 }
 
+bool compute_rows(const TileKernels& kernels, std::span<LogitRow> rows) {
+  const auto all_finite = [&] {
+    return std::ranges::all_of(rows,
+                               [&](LogitRow& row) { return kernels.row_exponentials(row) && std::isfinite(row.sum); });
+  };
+  if (all_finite()) return true;
+  for (LogitRow& row : rows) kernels.raise_row_reference(row);
+  return all_finite();
+}
+
+void add_softmax(const TileKernels& kernels, const LogitRow& row, double weight, double sink, double* sums) {
+  const double sum = row.sum + sink_weight(sink * std::numbers::log2e, static_cast<double>(row.reference));
+  if (sum > 0.0) kernels.add_row_shares(row, static_cast<float>(weight / sum), sums);
+}
+
 void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
                const SoftmaxKeys& softmax_keys, int tile, AlignedBuffer<float>& staging, float* out) {
   const int dim = layer.k.dim;

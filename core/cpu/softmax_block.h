@@ -83,6 +83,13 @@ class SoftmaxBlock {
   std::vector<double> sinks_;  // [rows] in units of log 2; empty: none
 };
 
+/// Exponentials of rows of logits, whose references are raised together where one has to be. False if a logit is not a
+/// finite number.
+bool compute_rows(const TileKernels& kernels, std::span<LogitRow> rows);
+/// sums[key - first] += weight * softmax(logits)[key] for the keys that a row sees, after compute_rows(). `sink`: a
+/// logit that takes part, in units of 1; -infinity: none.
+void add_softmax(const TileKernels& kernels, const LogitRow& row, double weight, double sink, double* sums);
+
 /// Packs one tile of keys of a KV head, moved to their slots where asked, and has the memory fetch those of the next.
 /// The last key stands for those that are missing.
 void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,

@@ -298,12 +298,14 @@ void raise_row_reference(LogitRow& row) {
 void add_row_shares(const LogitRow& row, float factor, double* sums) {
   const Doubles doubles;
   const HalfFloats floats;
-  int key = row.first;
-  for (; key + wide_lanes <= row.end; key += wide_lanes) {
-    const auto share = hn::Mul(hn::Set(floats, factor), hn::LoadU(floats, row.exponentials + key));
+  const float* p = row.exponentials + row.first;
+  const int count = row.end - row.first;
+  int key = 0;
+  for (; key + wide_lanes <= count; key += wide_lanes) {
+    const auto share = hn::Mul(hn::Set(floats, factor), hn::LoadU(floats, p + key));
     hn::StoreU(hn::Add(hn::LoadU(doubles, sums + key), hn::PromoteTo(doubles, share)), doubles, sums + key);
   }
-  for (; key < row.end; ++key) sums[key] += static_cast<double>(factor * row.exponentials[key]);
+  for (; key < count; ++key) sums[key] += static_cast<double>(factor * p[key]);
 }
 
 void add_columns(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns) {

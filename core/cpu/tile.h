@@ -100,7 +100,7 @@ struct TileKernels {
   /// bits.
   bool (*row_exponentials)(LogitRow& row);
   void (*raise_row_reference)(LogitRow& row);
-  /// sums[key] += factor * p[key] for the keys that the row sees.
+  /// sums[key - first] += factor * p[key] for the keys that the row sees.
   void (*add_row_shares)(const LogitRow& row, float factor, double* sums);
 
   /// row_sums += lane_sums, which begin again.

@@ -1,12 +1,9 @@
 #include "observables/query_logits.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
-#include <numbers>
 #include <vector>
 
-#include "attention/row_sums.h"
 #include "cpu/softmax_block.h"
 #include "error.h"
 
@@ -28,13 +25,9 @@ SoftmaxKeys keys_of(const LayerView& view, int kv_head) {
 void HeadLogits::add_softmax(double weight, std::span<double> sums, double sink) const {
   const TileKernels& kernels = tile_kernels();
   LogitRow row{.logits = logits, .exponentials = exponentials, .first = first, .end = end};
-  const auto is_finite = [&] { return kernels.row_exponentials(row) && std::isfinite(row.sum); };
-  if (!is_finite()) {
-    kernels.raise_row_reference(row);
-    if (!is_finite()) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
-  }
-  const double sum = row.sum + sink_weight(sink * std::numbers::log2e, static_cast<double>(row.reference));
-  if (sum > 0) kernels.add_row_shares(row, static_cast<float>(weight / sum), sums.data());
+  if (!compute_rows(kernels, std::span(&row, 1)))
+    throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
+  kvreplay::add_softmax(kernels, row, weight, sink, sums.data() + first);
 }
 
 QueryLogits::QueryLogits(const LayerView& view, int kv_head)

@@ -74,7 +74,7 @@ double gumbel(std::uint64_t mixed) { return -std::log(-std::log(uniform(mixed)))
 
 TEST(Elementary, GumbelNoiseOfTheSmallestAndLargestUniformNumbers) {
   testing::at_every_simd_level([](const char* level) {
-    for (const double bits : {0x0p0, 0x1p53 * 1e-9, 0x1p53 * 0.3, 0x1p52, 0x1p53 - 0x1p23, 0x1p53 - 2}) {
+    for (const double bits : {0x0p0, 0x1p53 * 1e-9, 0x1p53 * 0.3, 0x1p52, 0x1p53 - 0x1p23, 0x1p53 - 2, 0x1p53 - 1}) {
       const std::uint64_t mixed = static_cast<std::uint64_t>(bits) << 11, before = chain_to(mixed);
       ASSERT_EQ(chained(before, 0), mixed);
       const std::int32_t number = 0;
