@@ -243,6 +243,19 @@ def test_incomplete_weights_are_refused_before_torch_is_imported(model_folder: F
         )
 
 
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"weight_map": 1}', '{"weight_map": {"a": 1}}', "{}"])
+def test_a_damaged_index_of_weights_is_refused(text: str, model_folder: Folder, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words(folder, tmp_path / "t.h5")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    expected = (
+        f"{folder}/model.safetensors.index.json: expected an index of weights with weight_map, found another text"
+    )
+    assert (done.returncode, done.stderr) == (3, f"kvreplay: --model: {expected}\n")
+
+
 def test_a_hub_that_does_not_answer_and_an_empty_prompt_are_refused_before_torch_is_imported(
     model_folder: Folder, tmp_path: Path
 ) -> None:

@@ -692,7 +692,9 @@ def test_the_next_figure_is_of_one_model(tmp_path: Path) -> None:
     text = done("show", "out", "--each", folder=tmp_path)
     assert "           kvreplay plot curve out --trace a\n" in text
     answer = kvreplay("plot", "curve", "out", folder=tmp_path, env=WITH_PYTHON)
-    assert answer.err.endswith("--trace: traces of 2 models: expected those of one, as --trace a, found a, b\n")
+    assert answer.err.endswith(
+        "--trace: traces of several models: expected --trace NAME,…, as in --trace a, found a of one; b of two\n"
+    )
     assert kvreplay("plot", "curve", "out", "--trace", "a", folder=tmp_path, env=WITH_PYTHON).code == 0
     with h5py.File(tmp_path / "b.h5", "r+") as file:
         file["model"].attrs["name"] = np.bytes_("ONE")

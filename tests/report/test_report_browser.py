@@ -875,6 +875,18 @@ def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
             assert (sum(ground) > 600) == (scheme == "light") and len(image.convert("RGB").getcolors(1 << 24)) > 20
 
 
+def test_captions_of_saved_similarities_are_below_their_squares(page, look, tmp_path):
+    window = look(page)
+    with window.expect_download() as download:
+        window.click("[data-save=heatmaps] button:has-text('SVG')")
+    download.value.save_as(tmp_path / "figure.svg")
+    drawing = ElementTree.parse(tmp_path / "figure.svg").getroot()
+    captions = [one for one in drawing.iter("{http://www.w3.org/2000/svg}text") if float(one.get("x")) > 10]
+    assert len(captions) > 4
+    widths = [float(one.get("width")) for one in drawing.iter("{http://www.w3.org/2000/svg}image")]
+    assert max(len(one.text.strip()) for one in captions) * 7 < max(widths)
+
+
 def test_a_saved_figure_has_its_whole_heading_and_note(page, look, tmp_path):
     window = look(page, width=400)
     window.select_option("#curve-metric", index=1)
@@ -956,6 +968,9 @@ def test_means_over_traces_are_copied_in_full_precision(many, look):
     lines = lines.loc[copied["policy"]].reset_index()
     pd.testing.assert_frame_equal(copied, lines[copied.columns], check_dtype=False, check_exact=True)
     assert copied_table(window, "means", "Markdown").splitlines()[0].count("|") == 11
+    assert "equal memory" not in copied_table(window, "means", "Markdown")
+    window.evaluate("shown.budget.cells.find((cell) => cell.label === 'h2o').own_memory = true")
+    assert copied_table(window, "means", "Markdown").splitlines()[-1].endswith(". Not at equal memory: h2o")
 
 
 def test_a_filter_without_a_match_is_said(page, look):

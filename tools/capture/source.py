@@ -90,9 +90,11 @@ class Source:
         first = next((path for name in names if (path := self._file(name))), None)
         if first is None or first.suffix != ".json":
             return [first] if first else []
-        return [
-            first.parent / name for name in sorted(set(json.loads(first.read_text("utf-8"))["weight_map"].values()))
-        ]
+        try:
+            names = sorted(set(json.loads(first.read_text("utf-8"))["weight_map"].values()))
+            return [first.parent / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise Error("--model", str(first), "an index of weights with weight_map", "another text") from problem
 
     def hash(self) -> str:
         """SHA-256 of the weights files, one after the other by name, hexadecimal; empty where none is at hand."""

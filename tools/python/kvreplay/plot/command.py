@@ -196,7 +196,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         require_baseline(asked.get("baseline", ""), [arguments.run])
     metric = asked.get("metric_asked", "")
     # The metrics of needle are variants of span_recall; times are not in results.csv.
-    is_checked_later = arguments.kind == "needle" or metric_of_title(metric) == SELECT_SECONDS
+    is_checked_later = arguments.kind == "needle" or (metric and metric_of_title(metric) == SELECT_SECONDS)
     check_names(
         [arguments.run],
         policies=split_policies(asked.get("policies", ())),

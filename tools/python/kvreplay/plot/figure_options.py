@@ -15,7 +15,7 @@ from kvreplay.families import family_of
 from kvreplay.headline import default_metric
 from kvreplay.plot.colours import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
-from kvreplay.run_names import SELECT_SECONDS, chosen_labels, metric_names, pick, pick_metrics
+from kvreplay.run_names import SELECT_SECONDS, chosen_labels, metric_names, metric_of_title, pick, pick_metrics
 from kvreplay.skill import TWIN
 
 if TYPE_CHECKING:
@@ -129,9 +129,10 @@ class Choice:
         for trace in chosen:
             models.setdefault(model_of[trace].casefold(), []).append(trace)
         if len(models) > 1:
-            first = ",".join(max(models.values(), key=len))
-            raise Error("--trace", f"traces of {len(models)} models", f"those of one, as --trace {first}",
-                        ", ".join(chosen), Refusal.USAGE)  # fmt: skip
+            example = ",".join(max(models.values(), key=len))
+            found = "; ".join(f"{', '.join(traces)} of {model_of[traces[0]]}" for traces in models.values())
+            raise Error("--trace", "traces of several models", f"--trace NAME,…, as in --trace {example}", found,
+                        Refusal.USAGE)  # fmt: skip
         return chosen
 
     def one_trace(self) -> TraceFacts:
@@ -206,7 +207,9 @@ class Choice:
 
     @cached_property
     def overall(self) -> pd.DataFrame:
-        """Rows of `Run.overall`, and the seconds of selection as one more metric."""
+        """Rows of `Run.overall`, and where they are requested the seconds of selection as one more metric."""
+        if not self.metric_asked or metric_of_title(self.metric_asked) != SELECT_SECONDS:
+            return self.run.overall
         table, cells, known = self.run.overall, self.run.cells, self.run.select_seconds
         seconds = cells.assign(
             trace_hash=cells["trace"].map(table.drop_duplicates("trace").set_index("trace")["trace_hash"]),
@@ -219,7 +222,7 @@ class Choice:
     def metric(self) -> tuple[str, str]:
         """Name and variant. A metric whose values all have one variant needs no variant."""
         known = metric_names(self.overall)
-        asked = self.metric_asked or default_metric(list(metric_names(self.run.overall)), [self.run])
+        asked = self.metric_asked or default_metric(list(known), [self.run])
         variants = [name for name in known if name.partition(":")[0] == asked]
         if asked not in known and len(variants) > 1:
             raise Error("--metric", "metric with several variants", "one of " + ", ".join(variants), asked,

@@ -22,8 +22,10 @@ function rowsOf(table) {
 function aboutTable(id) {
   const free = shown.budget.cells.filter((cell) => groupOf(cell) === OWN_MEMORY && passes(cell.label));
   const unequal = free.length ? `. Not at equal memory: ${free.map(({ label }) => label).join(", ")}` : "";
-  return id === "means" ? `${$("mean-metric").value}, budget ${shown.budget.budget}, open loop. ${$("compared").textContent}`
-    : `${$("line").textContent}, open loop. Budget: ${shown.budget.line}${unequal}`;
+  const about = id === "means"
+    ? `${$("mean-metric").value}, budget ${shown.budget.budget}, open loop. ${$("compared").textContent}`
+    : `${$("line").textContent}, open loop. Budget: ${shown.budget.line}`;
+  return unequal ? about.replace(/\.$/, "") + unequal : about;
 }
 
 /** Documents say what the numbers are; CSV has the numbers alone. */
@@ -109,16 +111,19 @@ function textStyle() {
 /** The squares of the similarity of layers as one drawing. */
 function heatmapsDrawing() {
   const figures = [...document.querySelectorAll("#heatmaps figure:has(canvas)")], side = 160, columns = 5;
+  const captions = figures.map((figure) =>
+    [...figure.querySelectorAll("figcaption > *")].flatMap((line) => linesOf(line.textContent, side)));
+  const tall = side + 20 + 15 * Math.max(...captions.map((lines) => lines.length));
   const drawing = make("svg", {});
   figures.forEach((figure, i) => {
-    const [x, y] = [10 + (i % columns) * (side + 14), 10 + Math.floor(i / columns) * (side + 50)];
+    const [x, y] = [10 + (i % columns) * (side + 14), 10 + Math.floor(i / columns) * tall];
     drawing.append(make("image", { x, y, width: side, height: side, href: figure.querySelector("canvas").toDataURL(),
       "image-rendering": "pixelated" }));
-    [...figure.querySelectorAll("figcaption > *")].forEach((line, j) =>
-      drawing.append(make("text", { x, y: y + side + 15 + 15 * j, ...textStyle() }, line.textContent)));
+    captions[i].forEach((line, j) =>
+      drawing.append(make("text", { x, y: y + side + 15 + 15 * j, ...textStyle() }, line)));
   });
   const wide = Math.min(columns, figures.length), high = Math.ceil(figures.length / columns);
-  drawing.setAttribute("viewBox", `0 0 ${wide * (side + 14) + 10} ${high * (side + 50) + 10}`);
+  drawing.setAttribute("viewBox", `0 0 ${wide * (side + 14) + 10} ${high * tall + 10}`);
   return drawing;
 }
 

@@ -1,5 +1,7 @@
 // The texts of the live model, each beside that of the full cache.
 
+const NOTHING = "(nothing: the model ended its answer at once)";
+
 /** How many letters two texts begin with alike. */
 function alike(one, other) {
   let at = 0;
@@ -9,7 +11,6 @@ function alike(one, other) {
 
 /** A text with visible line feeds; empty lines take no room. */
 function withLineFeeds(text) {
-  if (!text) return "(nothing: the model ended its answer at once)";
   return text.replace(/\n+/g, (feeds) => "↵".repeat(feeds.length) + "\n");
 }
 
@@ -20,10 +21,10 @@ function drawWriting(trace, budget) {
   const entries = cells.flatMap((cell) => {
     const at = alike(cell.written, trace.written ?? cell.written);
     const rest = at < cell.written.length ? make("mark", {}, withLineFeeds(cell.written.slice(at))) : "";
-    const same = at || !rest ? withLineFeeds(cell.written.slice(0, at)) : "";
-    return [make("dt", {}, cell.label), make("dd", {}, same, rest)];
+    const pieces = cell.written ? [withLineFeeds(cell.written.slice(0, at)), rest] : [NOTHING];
+    return [make("dt", {}, cell.label), make("dd", {}, ...pieces)];
   });
   document.getElementById("written").replaceChildren(
     make("dt", {}, "full cache"), make("dd", {}, trace.written === null
-      ? "not generated: kvreplay live RUN -p full --generate N adds it" : withLineFeeds(trace.written)), ...entries);
+      ? "not generated: kvreplay live RUN -p full --generate N adds it" : withLineFeeds(trace.written) || NOTHING), ...entries);
 }
