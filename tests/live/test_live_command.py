@@ -42,6 +42,22 @@ def rows(case: Case) -> pd.DataFrame:
     return pd.read_csv(case.run / "live.csv", dtype=str, keep_default_na=False)
 
 
+def test_predict_is_proposed_where_it_has_enough_policies(
+    copy: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither controls nor policies that keep all or read sparsely have a place in its order."""
+    assert copy.live("--generate", "1") == 0
+    measured = rows(copy)
+    ordered = measured[~measured["decisions"].isin(["none", "live", "future"]) & (measured["role"] != "control")]
+    count = len(ordered[["policy", "params"]].drop_duplicates())
+    assert 0 < count < len(measured[["policy", "params"]].drop_duplicates())
+    for fewest, proposed in ((count, True), (count + 1, False)):
+        monkeypatch.setattr("kvreplay.live_metrics.FEWEST", fewest)
+        capsys.readouterr()
+        assert copy.live("--generate", "1") == 0
+        assert ("kvreplay predict" in capsys.readouterr().out) == proposed
+
+
 def test_rows(copy: Case, capsys: pytest.CaptureFixture[str]) -> None:
     """Every cell has every metric; what keeps all is exactly the reference; noise floor, table and next commands are
     printed."""

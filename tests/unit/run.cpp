@@ -406,7 +406,9 @@ TEST_F(Run, AViolatedLawFailsTheCellAndSaysWhere) {
   EXPECT_EQ(failed.state, CellState::failed);
   // Which head and query are compared, and so which law fails first, follows from the cell's id and from `numerics`.
   EXPECT_TRUE(failed.error.starts_with("layer 0, head ")) << failed.error;
-  EXPECT_NE(failed.error.find(": attention_recall by attention of evaluation queries and by moments: expected 0."), std::string::npos) << failed.error;
+  EXPECT_NE(failed.error.find(": attention_recall by attention of evaluation queries and by moments: expected 0."),
+            std::string::npos)
+      << failed.error;
   EXPECT_EQ(summary.self_check.at(2), "identities VIOLATED in 1 cells");
   // Its numbers are shown nowhere, and the next run computes it again.
   for (const auto& row : rows(asked.output / "results.csv")) EXPECT_NE(row.at("policy"), "oracle");
