@@ -77,30 +77,51 @@ hn::Vec<Words> mixed(hn::Vec<Words> z) {
   return hn::Xor(z, hn::ShiftRight<31>(z));
 }
 
-void add_gumbel_noise(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits) {
-  const Tag tag;
+// Numbers that are drawn at a time: whole vectors of every level.
+constexpr std::ptrdiff_t noise_at_once = 256;
+
+/// u = uniform(chained(chain, x[i])) of random.h where it is below 1/2, else u - 1: exact numbers, of which float32
+/// keeps 24 digits.
+void draw_centred(std::uint64_t chain, const std::int32_t* x, float* centred) {
+  const Tag doubles;
+  const hn::RebindToSigned<Tag> longs;
   const Words words;
   const hn::Rebind<std::int32_t, Tag> numbers;
   const hn::Rebind<float, Tag> floats;
-  const auto lanes = static_cast<std::ptrdiff_t>(hn::Lanes(tag));
-  const auto perturbed = [&](auto some, auto logit) {
-    const auto wide = hn::BitCast(words, hn::PromoteTo(hn::RebindToSigned<Tag>(), some));
-    const auto bits = hn::ShiftRight<11>(mixed(hn::Xor(hn::Set(words, chain), wide)));  // of uniform() in random.h
-    const auto whole = hn::ConvertTo(tag, hn::BitCast(hn::RebindToSigned<Tag>(), bits));
-    const auto uniform = hn::Mul(hn::Add(whole, hn::Set(tag, 0.5)), hn::Set(tag, 0x1p-53));
-    const auto noise = hn::Log(floats, hn::DemoteTo(floats, hn::Neg(hn::Log(tag, uniform))));  // -G
-    const auto sum = hn::Sub(logit, hn::Mul(noise, hn::Set(floats, std::numbers::log2e_v<float>)));
-    return hn::Div(sum, hn::Set(floats, tau));
-  };
+  for (std::ptrdiff_t i = 0; i < noise_at_once; i += static_cast<std::ptrdiff_t>(hn::Lanes(doubles))) {
+    const auto wide = hn::BitCast(words, hn::PromoteTo(longs, hn::LoadU(numbers, x + i)));
+    const auto bits = hn::ShiftRight<11>(hn::BitCast(longs, mixed(hn::Xor(hn::Set(words, chain), wide))));
+    const auto whole = hn::Add(hn::ConvertTo(doubles, bits), hn::Set(doubles, 0.5));
+    hn::Store(hn::DemoteTo(floats, hn::Mul(whole, hn::Set(doubles, 0x1p-53))), floats, centred + i);
+  }
+}
+
+void perturb(std::uint64_t chain, const std::int32_t* x, float tau, float* logits) {
+  const hn::ScalableTag<float> floats;
+  const auto one = hn::Set(floats, 1.0F);
+  HWY_ALIGN float draws[noise_at_once];
+  draw_centred(chain, x, draws);
+  for (std::ptrdiff_t i = 0; i < noise_at_once; i += static_cast<std::ptrdiff_t>(hn::Lanes(floats))) {
+    const auto centred = hn::Load(floats, draws + i);
+    const auto above = hn::Lt(centred, hn::Zero(floats));
+    const auto u = hn::IfThenElse(above, hn::Add(one, centred), centred);
+    // Near 1 what u lost by rounding is much of -ln u.
+    const auto lost = hn::IfThenElseZero(above, hn::Sub(hn::Sub(u, one), centred));
+    const auto noise = hn::Log(floats, hn::Sub(lost, hn::Log(floats, u)));  // -G
+    const auto sum =
+        hn::Sub(hn::LoadU(floats, logits + i), hn::Mul(noise, hn::Set(floats, std::numbers::log2e_v<float>)));
+    hn::StoreU(hn::Div(sum, hn::Set(floats, tau)), floats, logits + i);
+  }
+}
+
+void add_gumbel_noise(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits) {
   std::ptrdiff_t i = 0;
-  for (; i + lanes <= n; i += lanes)
-    hn::StoreU(perturbed(hn::LoadU(numbers, x + i), hn::LoadU(floats, logits + i)), floats, logits + i);
-  if (i == n) return;
-  std::int32_t last[hn::MaxLanes(tag)] = {};
-  float rest[hn::MaxLanes(tag)] = {};
+  for (; i + noise_at_once <= n; i += noise_at_once) perturb(chain, x + i, tau, logits + i);
+  std::int32_t last[noise_at_once] = {};
+  float rest[noise_at_once] = {};
   std::copy_n(x + i, n - i, last);
   std::copy_n(logits + i, n - i, rest);
-  hn::StoreU(perturbed(hn::LoadU(numbers, last), hn::LoadU(floats, rest)), floats, rest);
+  perturb(chain, last, tau, rest);
   std::copy_n(rest, n - i, logits + i);
 }
 

@@ -14,7 +14,7 @@ struct ElementaryKernels {
   /// x[i] = exp(x[i] - most) for i < n, 0 for -infinity; returns their sum.
   double (*exponentials)(double* x, std::ptrdiff_t n, double most);
   /// logits[i] = (logits[i] + G / ln 2) / tau for i < n, G = -ln(-ln u) with u = uniform(chained(chain, x[i])): a
-  /// variate of the standard Gumbel distribution, its last logarithm in float32.
+  /// variate of the standard Gumbel distribution, in float32; u keeps its digits near 0 and its distance to 1 near 1.
   void (*add_gumbel_noise)(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits);
 };
 

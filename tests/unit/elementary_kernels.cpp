@@ -69,8 +69,12 @@ std::uint64_t chain_to(std::uint64_t mixed) {
   return unshifted(mixed, 30) - 0x9E3779B97F4A7C15u;
 }
 
-/// G of a uniform number, in units of ln 2.
-double gumbel(std::uint64_t mixed) { return -std::log(-std::log(uniform(mixed))) / std::numbers::ln2; }
+/// G of a uniform number, in units of ln 2. Near 1, where uniform() rounds it, from its exact distance to 1.
+double gumbel(std::uint64_t mixed) {
+  const double below_one = (0x1p53 - static_cast<double>(mixed >> 11) - 0.5) * 0x1p-53;
+  const double log_u = below_one < 0.5 ? std::log1p(-below_one) : std::log(uniform(mixed));
+  return -std::log(-log_u) / std::numbers::ln2;
+}
 
 TEST(Elementary, GumbelNoiseOfTheSmallestAndLargestUniformNumbers) {
   testing::at_every_simd_level([](const char* level) {
