@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cassert>
 #include <cstddef>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <limits>
@@ -37,14 +38,19 @@ struct HeadRange {
 /// its score.
 class HeldTokens {
  public:
-  HeldTokens(const TileKernels& kernels, const OnlineKernels& online, const LayerTensors& layer, HeadRange kv_heads,
-             int most)
-      : kernels_(kernels), online_(online), layer_(layer), kv_heads_(kv_heads) {
+  HeldTokens(const TileKernels& kernels, const TileForm& form, const OnlineKernels& online, const LayerTensors& layer,
+             HeadRange kv_heads, int most)
+      : kernels_(kernels),
+        form_(form),
+        online_(online),
+        layer_(layer),
+        kv_heads_(kv_heads),
+        cells_(form.cells(layer.k.dim)) {
     const auto keys = static_cast<std::size_t>(kernels.keys);
     tiles_ = (static_cast<std::size_t>(most) + keys - 1) / keys;
-    tile_floats_ = static_cast<std::size_t>(layer.k.dim) * keys;
-    const std::size_t floats = static_cast<std::size_t>(kv_heads.end - kv_heads.first) * tiles_ * tile_floats_;
-    std::fill_n(keys_.at_least(floats), floats, 0.0F);
+    tile_cells_ = product(cells_, kernels.keys);
+    const std::size_t cells = static_cast<std::size_t>(kv_heads.end - kv_heads.first) * tiles_ * tile_cells_;
+    std::fill_n(keys_.at_least(cells), cells, 0.0F);
     std::fill_n(positions_.at_least(tiles_ * keys), tiles_ * keys, nobody);
     std::fill_n(scores_.at_least(tiles_ * keys), tiles_ * keys, 0.0);
   }
@@ -60,12 +66,13 @@ class HeldTokens {
 
   void add(int position, double score) {
     const int slot = slots_++;
-    const int dim = layer_.k.dim;
-    float* vector = vector_.at_least(static_cast<std::size_t>(dim));
+    // No panel is narrower than the kernels': the same vector fills one.
+    float* panel = panel_.at_least(product(cells_, kernels_.rows));
     for (int kv_head = kv_heads_.first; kv_head < kv_heads_.end; ++kv_head) {
-      kernels_.widen(layer_.k.row(kv_head, position), layer_.k.dtype, dim, vector);
-      float* column = column_of(kv_head, slot);
-      for (int c = 0; c < dim; ++c) column[static_cast<std::ptrdiff_t>(c) * kernels_.keys] = vector[c];
+      const std::vector<const std::byte*> vectors(static_cast<std::size_t>(kernels_.rows),
+                                                  layer_.k.row(kv_head, position));
+      form_.pack(vectors.data(), layer_.k.dtype, layer_.k.dim, kernels_.rows, panel);
+      move_cells(panel, kernels_.rows, column_of(kv_head, slot));
     }
     positions_.data()[slot] = position;
     scores_.data()[slot] = score;
@@ -111,14 +118,8 @@ class HeldTokens {
     std::ranges::sort(gone_, std::greater<>());
     for (const int slot : gone_) {
       const int last = --slots_;
-      for (int kv_head = kv_heads_.first; kv_head < kv_heads_.end; ++kv_head) {
-        float* into = column_of(kv_head, slot);
-        const float* from = column_of(kv_head, last);
-        for (int c = 0; c < layer_.k.dim; ++c) {
-          const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(c) * kernels_.keys;
-          into[at] = from[at];
-        }
-      }
+      for (int kv_head = kv_heads_.first; kv_head < kv_heads_.end; ++kv_head)
+        move_cells(column_of(kv_head, last), kernels_.keys, column_of(kv_head, slot));
       scores_.data()[slot] = scores_.data()[last];
       positions_.data()[slot] = positions_.data()[last];
       positions_.data()[last] = nobody;
@@ -139,10 +140,14 @@ class HeldTokens {
   };
 
   std::size_t tile_of(int kv_head, std::size_t tile) const {
-    return (static_cast<std::size_t>(kv_head - kv_heads_.first) * tiles_ + tile) * tile_floats_;
+    return (static_cast<std::size_t>(kv_head - kv_heads_.first) * tiles_ + tile) * tile_cells_;
   }
   float* column_of(int kv_head, int slot) {
     return keys_.data() + tile_of(kv_head, static_cast<std::size_t>(slot / kernels_.keys)) + slot % kernels_.keys;
+  }
+  /// Into a slot. A cell is moved bit by bit: as a number it need not be one.
+  void move_cells(const float* from, std::ptrdiff_t apart, float* slot) const {
+    for (std::ptrdiff_t c = 0; c < cells_; ++c) std::memcpy(slot + c * kernels_.keys, from + c * apart, sizeof(float));
   }
   void leave(int slot) {
     positions_.data()[slot] = nobody;
@@ -150,13 +155,15 @@ class HeldTokens {
   }
 
   const TileKernels& kernels_;
+  const TileForm& form_;
   const OnlineKernels& online_;
   const LayerTensors& layer_;
   HeadRange kv_heads_;
+  int cells_;  // of a key
   std::size_t tiles_ = 0;
-  std::size_t tile_floats_ = 0;
-  AlignedBuffer<float> keys_;  // [KV heads, tiles, dim, keys]
-  AlignedBuffer<float> vector_;
+  std::size_t tile_cells_ = 0;
+  AlignedBuffer<float> keys_;   // [KV heads, tiles, cells, keys]
+  AlignedBuffer<float> panel_;  // [cells, rows]
   int slots_ = 0;
   AlignedBuffer<std::int64_t> positions_;  // [tiles, keys]
   AlignedBuffer<double> scores_;           // [tiles, keys]
@@ -167,9 +174,9 @@ class HeldTokens {
 /// The exponentials of the steps of one row of held tokens, for each KV head that its query heads read.
 class Steps {
  public:
-  Steps(const TileKernels& kernels, const OnlineKernels& online, const LayerTensors& layer, HeadRange heads,
-        bool accumulate)
-      : kernels_(kernels), online_(online), layer_(layer), accumulate_(accumulate) {
+  Steps(const TileKernels& kernels, const TileForm& form, const OnlineKernels& online, const LayerTensors& layer,
+        HeadRange heads, bool accumulate)
+      : kernels_(kernels), form_(form), online_(online), layer_(layer), accumulate_(accumulate) {
     const int group = layer.group();
     for (int first = heads.first; first < heads.end; first = (first / group + 1) * group) {
       ranges_.push_back({first, std::min((first / group + 1) * group, heads.end)});
@@ -193,7 +200,7 @@ class Steps {
         place.end = end++;
         for (int head = ranges_[i].first; head < ranges_[i].end; ++head) rows_.push_back({head, place});
       }
-      blocks_[i].prepare(layer_, kernels_.float32, rows_, false);
+      blocks_[i].prepare(layer_, form_, rows_, false);
       const int kv_head = ranges_[i].first / layer_.group();
       if (!blocks_[i].compute([&](int tile) { return tokens.keys(kv_head, tile); })) return false;
     }
@@ -225,6 +232,7 @@ class Steps {
 
  private:
   const TileKernels& kernels_;
+  const TileForm& form_;
   const OnlineKernels& online_;
   const LayerTensors& layer_;
   bool accumulate_;
@@ -246,6 +254,7 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
   if (what.first >= what.tokens) return evicted;
   const std::vector<std::int32_t> queries = position_range(what.first, what.tokens);
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = what.tokens});
+  const TileForm& form = form_of(kernels_, layer, {.count = what.tokens});
   std::atomic<bool> finite{true};
 
   // No more threads than rows: the one that called has work then, and hears of interruptions.
@@ -256,8 +265,8 @@ std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer,
     if (what.heads == Heads::query) heads = {row, row + 1};
     const HeadRange kv_heads{heads.first / group, (heads.end - 1) / group + 1};
 
-    Steps steps(kernels_, online_kernels_, layer, heads, what.accumulate);
-    HeldTokens tokens(kernels_, online_kernels_, layer, kv_heads,
+    Steps steps(kernels_, form, online_kernels_, layer, heads, what.accumulate);
+    HeldTokens tokens(kernels_, form, online_kernels_, layer, kv_heads,
                       std::min(std::max(held, what.budget), what.tokens) + steps.at_once());
     std::deque<int> recent;
     const auto add_recent = [&](int position, int most) {

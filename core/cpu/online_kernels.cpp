@@ -49,39 +49,54 @@ void add_shares(const SlotRow* rows, int count, int tiles, int keys, double* sco
   }
 }
 
+/// The lowest scores so far of some lanes, of equal ones those of the highest positions.
+struct LowestOfLanes {
+  using LongVector = hn::Vec<Longs>;
+
+  LowestOfLanes() : least(hn::Set(Doubles(), HUGE_VAL)), last(hn::Set(Longs(), -1)), slots(hn::Set(Longs(), -1)) {}
+
+  void see(WideVector scores, LongVector positions, LongVector slot_numbers, LongVector begin, LongVector end) {
+    const Doubles doubles;
+    const Longs longs;
+    const auto lower = hn::Lt(scores, least);
+    const auto later = hn::And(hn::Eq(scores, least), hn::RebindMask(doubles, hn::Gt(positions, last)));
+    const auto may_go = hn::RebindMask(doubles, hn::AndNot(hn::Lt(positions, begin), hn::Lt(positions, end)));
+    const auto better = hn::And(may_go, hn::Or(lower, later));
+    least = hn::IfThenElse(better, scores, least);
+    last = hn::IfThenElse(hn::RebindMask(longs, better), positions, last);
+    slots = hn::IfThenElse(hn::RebindMask(longs, better), slot_numbers, slots);
+  }
+
+  WideVector least;
+  LongVector last;
+  LongVector slots;
+};
+
 int lowest(const double* scores, const std::int64_t* positions, int count, std::int64_t begin, std::int64_t end) {
   const Doubles doubles;
   const Longs longs;
-  using LongVector = hn::Vec<Longs>;
-  WideVector least = hn::Set(doubles, HUGE_VAL);
-  LongVector last = hn::Set(longs, -1);
-  LongVector where = hn::Set(longs, -1);
-  LongVector slot_number = hn::Iota(longs, 0);
-  for (int slot = 0; slot < count; slot += wide_lanes) {
-    const WideVector score = hn::Load(doubles, scores + slot);
-    const LongVector position = hn::Load(longs, positions + slot);
-    const auto lower = hn::Lt(score, least);
-    const auto later = hn::And(hn::Eq(score, least), hn::RebindMask(doubles, hn::Gt(position, last)));
-    const auto may_go = hn::RebindMask(
-        doubles, hn::And(hn::Lt(position, hn::Set(longs, end)), hn::Gt(position, hn::Set(longs, begin - 1))));
-    const auto better = hn::And(may_go, hn::Or(lower, later));
-    least = hn::IfThenElse(better, score, least);
-    last = hn::IfThenElse(hn::RebindMask(longs, better), position, last);
-    where = hn::IfThenElse(hn::RebindMask(longs, better), slot_number, where);
-    slot_number = hn::Add(slot_number, hn::Set(longs, wide_lanes));
+  constexpr int chains = 2;  // each waits for its own last vector
+  LowestOfLanes of[chains];
+  auto numbers = hn::Iota(longs, 0);
+  for (int slot = 0; slot < count; slot += chains * wide_lanes) {
+    for (int chain = 0; chain < chains; ++chain) {
+      const int first = slot + chain * wide_lanes;
+      of[chain].see(hn::Load(doubles, scores + first), hn::Load(longs, positions + first), numbers,
+                    hn::Set(longs, begin), hn::Set(longs, end));
+      numbers = hn::Add(numbers, hn::Set(longs, wide_lanes));
+    }
   }
-  HWY_ALIGN double scores_of[wide_lanes];
-  HWY_ALIGN std::int64_t positions_of[wide_lanes];
-  HWY_ALIGN std::int64_t slots[wide_lanes];
-  hn::Store(least, doubles, scores_of);
-  hn::Store(last, longs, positions_of);
-  hn::Store(where, longs, slots);
+  HWY_ALIGN double least[chains * wide_lanes];
+  HWY_ALIGN std::int64_t last[chains * wide_lanes];
+  HWY_ALIGN std::int64_t slots[chains * wide_lanes];
+  for (int chain = 0; chain < chains; ++chain) {
+    hn::Store(of[chain].least, doubles, least + chain * wide_lanes);
+    hn::Store(of[chain].last, longs, last + chain * wide_lanes);
+    hn::Store(of[chain].slots, longs, slots + chain * wide_lanes);
+  }
   int best = 0;
-  for (int lane = 1; lane < wide_lanes; ++lane) {
-    if (scores_of[lane] < scores_of[best] ||
-        (scores_of[lane] == scores_of[best] && positions_of[lane] > positions_of[best]))
-      best = lane;
-  }
+  for (int lane = 1; lane < chains * wide_lanes; ++lane)
+    if (least[lane] < least[best] || (least[lane] == least[best] && last[lane] > last[best])) best = lane;
   return static_cast<int>(slots[best]);
 }
 

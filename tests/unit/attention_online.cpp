@@ -165,6 +165,7 @@ INSTANTIATE_TEST_SUITE_P(
                       LayerShape{.query_heads = 9, .kv_heads = 3, .tokens = 151, .dim = 33, .spread = 1.5},
                       LayerShape{.query_heads = 14, .kv_heads = 1, .tokens = 70, .dim = 20, .dtype = DType::float16},
                       LayerShape{.query_heads = 2, .kv_heads = 2, .tokens = 77, .dim = 16, .dtype = DType::bfloat16},
+                      LayerShape{.query_heads = 6, .kv_heads = 2, .tokens = 120, .dim = 13, .dtype = DType::bfloat16},
                       LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 130, .dim = 8, .sliding_window = 12},
                       LayerShape{.query_heads = 4, .kv_heads = 2, .tokens = 100, .dim = 8, .sliding_window = 1},
                       LayerShape{
