@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -53,9 +54,11 @@ struct ScheduledPrompt {
 
 /// What each query reads of a layer that holds all of the prompt.
 struct LayerReads {
-  std::function<KeptSet(int query)> at;  // as a set over [0, P); tokens after the prompt are read too
-  double bytes = 0;                      // that are held for it, beside keys and values
-  LogWeights weights = {};               // of the tokens that are read; empty: 1
+  /// Of each budget, tokens of the prompt that a query may read, less than P: a set over [0, P). Tokens after the
+  /// prompt are read too.
+  std::function<std::vector<KeptSet>(int query, std::span<const int> budgets)> at;
+  double bytes = 0;         // that are held for it, beside keys and values
+  LogWeights weights = {};  // of the tokens that are read; empty: 1
 };
 
 /// What each query of a schedule with sparse reads ranks, to read the best of it.
@@ -100,8 +103,8 @@ class Schedule {
   virtual bool weighs_tokens() const { return false; }
   /// Tokens that a query reads at least, whatever the budget.
   virtual int least_read() const { return 0; }
-  /// Of schedules that decide nothing. `budget`: tokens of the prompt that a query may read, less than P.
-  virtual LayerReads reads(const LayerView&, int /*budget*/) const { return {}; }
+  /// Of schedules that decide nothing.
+  virtual LayerReads reads(const LayerView&) const { return {}; }
 };
 
 using SchedulePtr = std::shared_ptr<const Schedule>;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,6 +12,13 @@
 #include "policies/plan.h"
 
 namespace kvreplay {
+
+/// What each query reads at one budget, as in LayerReads.
+struct QueryReads {
+  std::function<KeptSet(int query)> at;
+  double bytes = 0;
+  LogWeights weights = {};
+};
 
 /// One layer's set, checked where it is made: ascending, unique, below the boundary, within the budget.
 struct LayerSelection {
@@ -24,7 +32,7 @@ struct LayerSelection {
   /// Kept positions of all rows, one row after the other, in the order of their slots; empty: ascending.
   std::vector<std::int32_t> slots = {};
   /// Of policies that hold all and read some, while the layer is in use.
-  LayerReads reads = {};
+  QueryReads reads = {};
 
   bool changes_with_time() const { return !evicted_at.empty(); }
   bool differs_by_query() const { return changes_with_time() || reads.at; }

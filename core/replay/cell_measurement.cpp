@@ -55,6 +55,7 @@ std::vector<KeptSet> of_kv_head(KeptSets sets, int kv_head, int group) {
 
 void CellMeasurement::measure(const LayerView& view, bool second_walk, const std::map<int, PairedLayer>& paired) {
   const auto l = static_cast<std::size_t>(view.layer());
+  find_reads(view, second_walk);
   std::vector<Measured> to_measure;
   for (Job& job : jobs_.all()) {
     if (!job.is_cell() || job.two_walks != second_walk) continue;
@@ -69,8 +70,6 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
         cell.selection = &job.selections[l];
         return;
       }
-      const Timed timed(Work::select, job.policy());
-      job.selections[l].reads = reads_of(job.range(view.layer()).plan, view, job.budget);
       cell = prepared(job, view, paired);
     });
     if (job.failure) continue;
@@ -81,6 +80,26 @@ void CellMeasurement::measure(const LayerView& view, bool second_walk, const std
     if (job.cell->measure) to_measure.push_back(std::move(cell));
   }
   if (!to_measure.empty()) measure_in_blocks(view, to_measure);
+}
+
+void CellMeasurement::find_reads(const LayerView& view, bool second_walk) {
+  std::map<std::pair<std::string, std::string>, std::vector<Job*>> of_policies;  // by name and parameters
+  for (Job& job : jobs_.all()) {
+    if (!job.is_cell() || job.two_walks != second_walk || job.same >= 0) continue;
+    if (job.range(view.layer()).plan.schedule->decided() == Decision::never)
+      of_policies[{job.cell->policy.name(), job.cell->policy.params()}].push_back(&job);
+  }
+  for (const auto& [policy, jobs] : of_policies) {
+    const Timed timed(Work::select, policy.first);
+    std::vector<int> budgets;
+    for (const Job* job : jobs) budgets.push_back(job->budget);
+    std::vector<QueryReads> reads;
+    for (std::size_t i = 0; i < jobs.size(); ++i)
+      jobs_.guarded(*jobs[i], [&] {
+        if (reads.empty()) reads = reads_of(jobs[i]->range(view.layer()).plan, view, budgets);
+        jobs[i]->selections[static_cast<std::size_t>(view.layer())].reads = reads[i];
+      });
+  }
 }
 
 /// What the store of the layer's plan makes of a selection.

@@ -39,29 +39,43 @@ std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& se
 
 namespace {
 
-/// The sets of the eval queries are read by several metrics: they are computed once, on all threads, where they fit.
-LayerReads with_eval_sets(LayerReads reads, const LayerView& view) {
+/// [queries][budgets] the sets of the eval queries, which several metrics read: computed once, on all threads, where
+/// those of a budget fit.
+std::vector<std::vector<KeptSet>> eval_sets(const LayerReads& reads, const LayerView& view,
+                                            std::span<const int> budgets) {
   constexpr std::size_t most_bytes = std::size_t{64} << 20;
   const std::span<const std::int32_t> queries = view.eval_queries();
   const std::size_t set_bytes =
       static_cast<std::size_t>(view.query_heads()) * static_cast<std::size_t>(view.prompt()) / 8;
-  if (!reads.at || queries.size() * set_bytes > most_bytes) return reads;
-  const auto sets = std::make_shared<std::vector<KeptSet>>(queries.size());  // shared by copies of the selection
-  view.on_threads(queries.size(), [&](std::size_t i) { (*sets)[i] = reads.at(queries[i]); });
-  return {[queries, sets, at = std::move(reads.at)](int query) {
-            const auto found = std::ranges::lower_bound(queries, query);
-            return found != queries.end() && *found == query
-                       ? (*sets)[static_cast<std::size_t>(found - queries.begin())]
-                       : at(query);
-          },
-          reads.bytes, std::move(reads.weights)};
+  if (queries.size() * set_bytes > most_bytes) return {};
+  std::vector<std::vector<KeptSet>> sets(queries.size());
+  view.on_threads(queries.size(), [&](std::size_t i) { sets[i] = reads.at(queries[i], budgets); });
+  return sets;
 }
 
 }  // namespace
 
-LayerReads reads_of(const Plan& plan, const LayerView& view, int budget) {
-  if (budget >= view.prompt() && plan.schedule->has_budget()) return {};
-  return with_eval_sets(plan.schedule->reads(view, budget), view);
+std::vector<QueryReads> reads_of(const Plan& plan, const LayerView& view, std::span<const int> budgets) {
+  std::vector<QueryReads> all(budgets.size());
+  std::vector<int> binding;
+  for (const int budget : budgets)
+    if (budget < view.prompt() || !plan.schedule->has_budget()) binding.push_back(budget);
+  if (binding.empty()) return all;
+  const auto reads = std::make_shared<const LayerReads>(plan.schedule->reads(view));
+  if (!reads->at) return all;
+  const auto sets = std::make_shared<const std::vector<std::vector<KeptSet>>>(eval_sets(*reads, view, binding));
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < budgets.size(); ++i) {
+    if (next == binding.size() || budgets[i] != binding[next]) continue;
+    all[i] = {[queries = view.eval_queries(), sets, number = next++, reads, budget = budgets[i]](int query) {
+                const auto found = std::ranges::lower_bound(queries, query);
+                const auto place = static_cast<std::size_t>(found - queries.begin());
+                return place < sets->size() && *found == query ? (*sets)[place][number]
+                                                               : reads->at(query, {&budget, 1}).front();
+              },
+              reads->bytes, reads->weights};
+  }
+  return all;
 }
 
 void apply_store(Backend& backend, const Trace& trace, const Conditions& conditions, const Cell& cell, int layer,
@@ -86,7 +100,7 @@ void apply_store(Backend& backend, const Trace& trace, const Conditions& conditi
       {layer, layers, stored, conditions.boundary, marked_question(trace, conditions.boundary), projection},
       conditions.eval_queries);
   LayerSelection selection = cell.known.at(static_cast<std::size_t>(layer));
-  selection.reads = reads_of(plan, view, cell.budget);
+  selection.reads = reads_of(plan, view, {&cell.budget, 1}).front();
   std::unique_ptr<StoredLayer> changed;
   if (plan.store->evolve && selection.changes_with_time())
     changed = plan.store->evolve(view, selection)->before(view.prompt());

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "replay/replay.h"
@@ -13,9 +14,9 @@ namespace kvreplay {
 /// before the first of these.
 std::vector<float> keys_at_slots(const LayerView& view, const LayerSelection& selection);
 
-/// What each query reads of a layer; without `at` if it reads everything. A budget of P or more is everything, unless
-/// the schedule ignores it.
-LayerReads reads_of(const Plan& plan, const LayerView& view, int budget);
+/// What each query reads of a layer at each of these budgets; without `at` if it reads everything. A budget of P or
+/// more is everything, unless the schedule ignores it.
+std::vector<QueryReads> reads_of(const Plan& plan, const LayerView& view, std::span<const int> budgets);
 
 /// A layer of a cell, as Sink::selected gets it; `moves`: kept keys stand at their slots.
 using StoreApplied =

@@ -95,10 +95,10 @@ TEST_F(QueryObservables, QuestReadsTheBestPagesOfEachQueryAndHead) {
   const Schedule& schedule = *plans[1].plan.schedule;
   EXPECT_EQ(schedule.decided(), Decision::never);
   for (const auto& [budget, pages] : std::vector<std::pair<int, int>>{{1, 2}, {11, 2}, {12, 3}, {19, 4}, {28, 7}}) {
-    const LayerReads of_layer = schedule.reads(view, budget);
+    const LayerReads of_layer = schedule.reads(view);
     EXPECT_EQ(of_layer.bytes, 2 * 8 * 2 * 10 * 2.0) << "two heads, eight pages, two bounds of ten float16";
     for (const int t : {5, 28, 32}) {
-      const KeptSet read = of_layer.at(t);
+      const KeptSet read = of_layer.at(t, {&budget, 1}).front();
       EXPECT_EQ(read.heads(), Heads::query);
       EXPECT_EQ(read.tokens(), prompt);
       for (int h = 0; h < 6; ++h) {

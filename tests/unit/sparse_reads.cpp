@@ -42,11 +42,11 @@ class SparseReadsOf : public ::testing::Test {
   }
 
   /// The reads of a layer behind the dense ones.
-  LayerReads reads_of(const std::string& policy, int budget) {
-    return ConfiguredPolicy::parse(policy).plans(1).back().plan.schedule->reads(view(), budget);
+  LayerReads reads_of(const std::string& policy) {
+    return ConfiguredPolicy::parse(policy).plans(1).back().plan.schedule->reads(view());
   }
   std::vector<Positions> read(const std::string& policy, int budget, int query) {
-    const KeptSet set = reads_of(policy, budget).at(query);
+    const KeptSet set = reads_of(policy).at(query, {&budget, 1}).front();
     return {set.positions(0), set.positions(1)};
   }
   const LayerView& view() {
@@ -66,7 +66,35 @@ TEST_F(SparseReadsOf, OracleTopKAreTheLargestLogitsOfEachQueryHead) {
   EXPECT_EQ(read("oracle-top-k", 3, 9), (Sets{{0, 3, 5}, {1, 2, 4}})) << "of tokens 2 and 6 the earlier one";
   EXPECT_EQ(read("oracle-top-k", 2, 4), (Sets{{0, 3}, {1, 4}})) << "a query of the prompt sees five tokens";
   EXPECT_EQ(read("oracle-top-k", 6, 4), (Sets{{0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}}));
-  EXPECT_EQ(reads_of("oracle-top-k", 3).bytes, 0);
+  EXPECT_EQ(reads_of("oracle-top-k").bytes, 0);
+}
+
+TEST_F(SparseReadsOf, SeveralBudgetsAtOnceAreThoseOfEach) {
+  int policies_with_reads = 0;
+  for (const std::string& name : policies().names()) {
+    if (policies().get(name).make()->card().family != Family::reading) continue;
+    const LayerPlan last = ConfiguredPolicy::parse(name).plans(1).back();
+    const LayerReads reads = last.plan.schedule->reads(view());
+    if (!reads.at) continue;  // nothing was recorded
+    ++policies_with_reads;
+    const std::vector<int> budgets{5, 1, 7, 3};
+    for (const int query : {4, 9}) {
+      const std::vector<KeptSet> together = reads.at(query, budgets);
+      ASSERT_EQ(together.size(), budgets.size());
+      for (std::size_t i = 0; i < budgets.size(); ++i)
+        EXPECT_EQ(together[i], reads.at(query, {&budgets[i], 1}).front()) << name << ", budget " << budgets[i];
+    }
+  }
+  EXPECT_GE(policies_with_reads, 5);
+}
+
+TEST_F(SparseReadsOf, BudgetsLeftForOneTokenRankTheSameTokensBesideOthers) {
+  const LayerReads reads = reads_of("oracle-top-k:sinks=2,local=3");
+  const std::vector<int> budgets{2, 6, 4};  // which select none, three and one
+  const std::vector<KeptSet> together = reads.at(9, budgets);
+  EXPECT_EQ(together[0].positions(0), (Positions{0, 1}));
+  EXPECT_EQ(together[1].positions(0), (Positions{0, 1, 2, 3, 5, 7}));
+  EXPECT_EQ(together[2].positions(0), (Positions{0, 1, 3, 7}));
 }
 
 TEST_F(SparseReadsOf, SinksAndLocalTokensCountInTheBudget) {
@@ -102,7 +130,7 @@ TEST_F(SparseReadsOf, PageMeansAreThePagesWithTheLargestProductOfTheMeanKey) {
   EXPECT_EQ(read(policy, 4, 9), (Sets{{0, 1, 2, 3}, {0, 1, 4, 5}}));
   EXPECT_EQ(read(policy, 4, 6), (Sets{{0, 1, 6, 7}, {4, 5, 6, 7}})) << "the page of query 6 itself";
   EXPECT_EQ(read(policy, 1, 9), (Sets{{0, 1}, {4, 5}})) << "at least one page";
-  EXPECT_EQ(reads_of(policy, 4).bytes, 4 * 2 * 4.0) << "four pages of two float32";
+  EXPECT_EQ(reads_of(policy).bytes, 4 * 2 * 4.0) << "four pages of two float32";
   EXPECT_EQ(read("page-means:page=3,least_pages=1", 3, 9), (Sets{{0, 1, 2}, {0, 1, 2}}))
       << "means (1.67, 1.33), (1.33, 1.33) and (0.5, 0.5): of equal products the earlier page";
 }
@@ -112,8 +140,8 @@ TEST_F(SparseReadsOf, DoubleSparsityRanksByTheLargestChannels) {
   EXPECT_EQ(read("double-sparsity:group_factor=2", 3, 9), (Sets{{0, 3, 5}, {1, 2, 4}}));
   EXPECT_EQ(read("double-sparsity:group_factor=2,share=kv-head", 3, 9), (Sets{{0, 3, 5}, {0, 1, 2}}))
       << "channel 0, with a mean of 10/16 against 9/16, in which the second head's queries are 0";
-  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8", 3).bytes, 2 * 8 * (1 + 4.0));
-  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8,share=kv-head", 3).bytes, 8 * (1 + 4.0));
+  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8").bytes, 2 * 8 * (1 + 4.0));
+  EXPECT_EQ(reads_of("double-sparsity:group_factor=2,label_bits=8,share=kv-head").bytes, 8 * (1 + 4.0));
 }
 
 TEST_F(SparseReadsOf, ProductQuantisedKeysAreExactWithACentreForEach) {
@@ -121,10 +149,9 @@ TEST_F(SparseReadsOf, ProductQuantisedKeysAreExactWithACentreForEach) {
   EXPECT_EQ(read("pq:bits=3,init_offset=2,sinks=1,local=0", 3, 9), (Sets{{0, 3, 5}, {0, 2, 4}})) << "1 has no code";
   EXPECT_EQ(read("pq:bits=3,init_offset=6,sinks=1,local=0", 7, 9), (Sets{{0, 6, 7}, {0, 6, 7}})) << "only 6 and 7 have";
   EXPECT_EQ(read("pq", 3, 9), (Sets{{0, 1, 2}, {0, 1, 2}})) << "128 sinks fill the budget";
-  EXPECT_EQ(reads_of("pq:bits=3,init_offset=0", 3).bytes, 2 * (8 * 3 / 8.0 + 8 * 1 * 4))
-      << "two parts: codes and centres";
-  EXPECT_EQ(reads_of("pq:bits=3,init_offset=2", 3).bytes, 2 * (6 * 3 / 8.0 + 6 * 1 * 4));
-  EXPECT_THROW(reads_of("pq:parts=3", 3), Error);
+  EXPECT_EQ(reads_of("pq:bits=3,init_offset=0").bytes, 2 * (8 * 3 / 8.0 + 8 * 1 * 4)) << "two parts: codes and centres";
+  EXPECT_EQ(reads_of("pq:bits=3,init_offset=2").bytes, 2 * (6 * 3 / 8.0 + 6 * 1 * 4));
+  EXPECT_THROW(reads_of("pq:parts=3"), Error);
 }
 
 TEST_F(SparseReadsOf, MagicPigReadsTokensWithTheCodeOfTheQueryInEnoughTables) {
@@ -159,10 +186,10 @@ TEST_F(SparseReadsOf, MagicPigReadsTokensWithTheCodeOfTheQueryInEnoughTables) {
     for (Positions& of_head : expected) of_head.insert(of_head.begin(), 0);
     const std::string policy = "magic-pig:tables=4,bits=2,seed=5,sinks=1,local=0,collisions=";
     EXPECT_EQ(read(policy + std::to_string(collisions), 1, 9), expected);
-    EXPECT_EQ(reads_of(policy + std::to_string(collisions), 1).bytes, 8 * 4 * 2 / 8.0);
+    EXPECT_EQ(reads_of(policy + std::to_string(collisions)).bytes, 8 * 4 * 2 / 8.0);
     EXPECT_LT(expected[0].size() + expected[1].size(), 2U * prompt);
   }
-  EXPECT_THROW(reads_of("magic-pig:tables=4,collisions=5", 1), Error);
+  EXPECT_THROW(reads_of("magic-pig:tables=4,collisions=5"), Error);
 }
 
 TEST_F(SparseReadsOf, MagicPigWeighsSampledTokensByTheInverseOfTheirProbability) {
@@ -170,7 +197,7 @@ TEST_F(SparseReadsOf, MagicPigWeighsSampledTokensByTheInverseOfTheirProbability)
   // a product of 1.328 of lengths 1.256 and 3.135, and an angle of 1.2268.
   const auto weights = [&](const std::string& parameters, int query) {
     std::vector<double> logits(prompt + later);
-    reads_of("magic-pig:tables=2,bits=3,sinks=1," + parameters, 1).weights(1, query, 0, logits);
+    reads_of("magic-pig:tables=2,bits=3,sinks=1," + parameters).weights(1, query, 0, logits);
     for (double& w : logits) w = std::exp(w);
     return logits;
   };
@@ -183,9 +210,9 @@ TEST_F(SparseReadsOf, MagicPigWeighsSampledTokensByTheInverseOfTheirProbability)
   EXPECT_GT(weights("local=0", 4)[3], 1);
   EXPECT_EQ(weights("local=0", 4)[4], 1) << "the query's own token";
   std::vector<double> unread(prompt, -HUGE_VAL);
-  reads_of("magic-pig:sinks=0", 1).weights(0, 9, 0, unread);
+  reads_of("magic-pig:sinks=0").weights(0, 9, 0, unread);
   for (const double logit : unread) EXPECT_EQ(logit, -HUGE_VAL);
-  EXPECT_FALSE(reads_of("oracle-top-p", 1).weights);
+  EXPECT_FALSE(reads_of("oracle-top-p").weights);
 }
 
 TEST_F(SparseReadsOf, DenseLayersReadEverything) {
@@ -216,8 +243,9 @@ class DoubleSparsityOfOneHead : public ::testing::Test {
     return ConfiguredPolicy::parse("double-sparsity:" + values)
         .plans(1)
         .back()
-        .plan.schedule->reads(view, budget)
-        .at(3)
+        .plan.schedule->reads(view)
+        .at(3, {&budget, 1})
+        .front()
         .positions(0);
   }
 

@@ -32,12 +32,13 @@ std::vector<double> scores_of_pages(const PageReads& part, std::span<const doubl
   return part.rank_by == PageRank::mean ? products_with(query, index) : page_scores(query, index);
 }
 
-KeptSet pages_read(const PageReads& part, const LayerView& view, const Matrix& index, int query, int budget) {
+std::vector<KeptSet> pages_read(const PageReads& part, const LayerView& view, const Matrix& index, int query,
+                                std::span<const int> budgets) {
   const TensorView& q = view.tensors().q;
   const int stored = stored_query(view.tensors(), query), prompt = view.prompt();
   const int pages = std::min(query, prompt - 1) / part.page + 1, all_pages = (prompt - 1) / part.page + 1;
   const auto numbers = static_cast<std::size_t>(index.columns() / all_pages) * static_cast<std::size_t>(pages);
-  KeptSet read(Heads::query, q.heads, prompt);
+  std::vector<KeptSet> read(budgets.size(), KeptSet(Heads::query, q.heads, prompt));
   view.on_threads(static_cast<std::size_t>(q.heads), [&](std::size_t number) {
     const auto head = static_cast<int>(number);
     std::vector<double> channels(static_cast<std::size_t>(q.dim));
@@ -45,8 +46,9 @@ KeptSet pages_read(const PageReads& part, const LayerView& view, const Matrix& i
     std::vector<double> scores = scores_of_pages(part, channels, index.row(head / view.group()).first(numbers));
     // The mean of the query's own page includes later keys, so this page is read whatever its score.
     if (part.rank_by == PageRank::mean && query < prompt) scores.back() = std::numeric_limits<double>::infinity();
-    for (const std::int32_t best : largest(scores, std::max(part.least_pages, budget / part.page)))
-      read.keep(head, best * part.page, std::min((best + 1) * part.page, prompt));
+    for (std::size_t i = 0; i < budgets.size(); ++i)
+      for (const std::int32_t best : largest(scores, std::max(part.least_pages, budgets[i] / part.page)))
+        read[i].keep(head, best * part.page, std::min((best + 1) * part.page, prompt));
   });
   return read;
 }
@@ -59,9 +61,11 @@ class PageReadSchedule final : public SparseReads {
 
   int least_read() const override { return part_.least_pages * part_.page; }
 
-  LayerReads reads(const LayerView& view, int budget) const override {
+  LayerReads reads(const LayerView& view) const override {
     const Matrix& index = page_index(part_, view);
-    return {[part = part_, &view, &index, budget](int query) { return pages_read(part, view, index, query, budget); },
+    return {[part = part_, &view, &index](int query, std::span<const int> budgets) {
+              return pages_read(part, view, index, query, budgets);
+            },
             static_cast<double>(index.values().size() * size_of(view.tensors().k.dtype))};
   }
 

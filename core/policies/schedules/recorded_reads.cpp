@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "attention/softmax_keys.h"
 #include "policies/schedules/sparse_reads.h"
@@ -25,9 +27,11 @@ class RecordedReads final : public SparseReads {
  public:
   bool has_budget() const override { return false; }
 
-  LayerReads reads(const LayerView& view, int /*budget*/) const override {
+  LayerReads reads(const LayerView& view) const override {
     if (view.tensors().visible.units.empty()) return {};
-    return {[&view](int query) { return read_by(view, query); }, 0};
+    return {[&view](int query, std::span<const int> budgets) {
+      return std::vector<KeptSet>(budgets.size(), read_by(view, query));
+    }};
   }
 };
 

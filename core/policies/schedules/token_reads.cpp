@@ -18,9 +18,13 @@ struct VisibleTokens {
         end(std::min(query + 1, view.prompt())),
         sinks(std::min({first + budget, std::max(first, always.sinks), end})),
         local(std::max({sinks, end - (budget - (sinks - first)), std::min(query + 1 - always.local, end)})),
-        ranked(std::clamp(always.first_ranked, sinks, local)) {}
+        ranked(std::clamp(always.first_ranked, sinks, local)),
+        best(budget - (sinks - first) - (end - local)) {}
+
+  bool selects() const { return best > 0 && local > ranked; }
 
   int first, end, sinks, local, ranked;
+  int best;  // tokens to select
 };
 
 class TokenReadSchedule final : public SparseReads {
@@ -35,27 +39,41 @@ class TokenReadSchedule final : public SparseReads {
   ScoredUnit scored_unit() const override { return ScoredUnit::token; }
   bool weighs_tokens() const override { return static_cast<bool>(make_weights_); }
 
-  LayerReads reads(const LayerView& view, int budget) const override {
+  LayerReads reads(const LayerView& view) const override {
     TokenIndex index = make_index_(view);
     const double bytes = index.bytes;
-    return {[always = always_, read = read_, index = std::move(index), &view, budget](int query) {
-              return tokens_read(always, read, index, view, query, read ? view.prompt() : budget);
+    return {[always = always_, read = read_, index = std::move(index), &view](int query, std::span<const int> budgets) {
+              return tokens_read(always, read, index, view, query, budgets);
             },
             bytes, make_weights_ ? weights_of_selected(always_, make_weights_(view), view) : LogWeights{}};
   }
 
  private:
-  static KeptSet tokens_read(const TokenReads& always, const ReadTokens& read, const TokenIndex& index,
-                             const LayerView& view, int query, int budget) {
-    const auto [first, end, sinks, local, ranked] = VisibleTokens(always, view, query, budget);
-    const int heads = view.query_heads(), best = budget - (sinks - first) - (end - local);
-    KeptSet all(Heads::query, heads, view.prompt());
-    const Matrix scores = best > 0 && local > ranked ? index.scores(query, ranked, local) : Matrix(heads, 0);
-    for (int head = 0; head < heads; ++head) {
-      all.keep(head, first, sinks);
-      all.keep(head, local, end);
-      for (const std::int32_t token : read ? read(scores.row(head)) : largest(scores.row(head), best))
-        all.keep(head, ranked + token);
+  static std::vector<KeptSet> tokens_read(const TokenReads& always, const ReadTokens& read, const TokenIndex& index,
+                                          const LayerView& view, int query, std::span<const int> budgets) {
+    std::vector<VisibleTokens> of_budgets;
+    int first_scored = view.prompt(), end_scored = 0;
+    for (const int budget : budgets) {
+      const VisibleTokens& visible = of_budgets.emplace_back(always, view, query, read ? view.prompt() : budget);
+      if (!visible.selects()) continue;
+      first_scored = std::min(first_scored, visible.ranked);
+      end_scored = std::max(end_scored, visible.local);
+    }
+    Matrix scores;  // of what any budget ranks
+    if (first_scored < end_scored) scores = index.scores(query, first_scored, end_scored);
+    std::vector<KeptSet> all(budgets.size(), KeptSet(Heads::query, view.query_heads(), view.prompt()));
+    for (std::size_t i = 0; i < budgets.size(); ++i) {
+      const VisibleTokens& visible = of_budgets[i];
+      for (int head = 0; head < view.query_heads(); ++head) {
+        all[i].keep(head, visible.first, visible.sinks);
+        all[i].keep(head, visible.local, visible.end);
+        if (!visible.selects()) continue;
+        const std::span<const double> ranked =
+            scores.row(head).subspan(static_cast<std::size_t>(visible.ranked - first_scored),
+                                     static_cast<std::size_t>(visible.local - visible.ranked));
+        for (const std::int32_t token : read ? read(ranked) : largest(ranked, visible.best))
+          all[i].keep(head, visible.ranked + token);
+      }
     }
     return all;
   }
