@@ -125,11 +125,42 @@ void add_gumbel_noise(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t
   std::copy_n(rest, n - i, logits + i);
 }
 
+void count_above(const double* x, std::ptrdiff_t n, double least, double number, double* counts, double* last) {
+  const Tag tag;
+  const auto lanes = static_cast<std::ptrdiff_t>(hn::Lanes(tag));
+  std::ptrdiff_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto above = hn::Gt(hn::LoadU(tag, x + i), hn::Set(tag, least));
+    const auto count = hn::LoadU(tag, counts + i);
+    hn::StoreU(hn::IfThenElse(above, hn::Add(count, hn::Set(tag, 1.0)), count), tag, counts + i);
+    hn::StoreU(hn::IfThenElse(above, hn::Set(tag, number), hn::LoadU(tag, last + i)), tag, last + i);
+  }
+  for (; i < n; ++i) {
+    if (!(x[i] > least)) continue;
+    counts[i] += 1;
+    last[i] = number;
+  }
+}
+
+double count_equal(const double* a, const double* b, std::ptrdiff_t n) {
+  const Tag tag;
+  const auto lanes = static_cast<std::ptrdiff_t>(hn::Lanes(tag));
+  double count = 0;
+  std::ptrdiff_t i = 0;
+  for (; i + lanes <= n; i += lanes)
+    count += static_cast<double>(hn::CountTrue(tag, hn::Eq(hn::LoadU(tag, a + i), hn::LoadU(tag, b + i))));
+  for (; i < n; ++i) count += a[i] == b[i] ? 1 : 0;
+  return count;
+}
+
 }  // namespace
 
 const ElementaryKernels& elementary_table() {
-  static const ElementaryKernels table{
-      .largest = largest, .exponentials = exponentials, .add_gumbel_noise = add_gumbel_noise};
+  static const ElementaryKernels table{.largest = largest,
+                                       .exponentials = exponentials,
+                                       .add_gumbel_noise = add_gumbel_noise,
+                                       .count_above = count_above,
+                                       .count_equal = count_equal};
   return table;
 }
 

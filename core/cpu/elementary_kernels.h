@@ -1,4 +1,4 @@
-// Exponentials and logarithms of rows, once for each SIMD level in the binary (simd_level.h).
+// Exponentials, logarithms and comparisons of rows, once for each SIMD level in the binary (simd_level.h).
 #pragma once
 
 #include <cstddef>
@@ -16,6 +16,10 @@ struct ElementaryKernels {
   /// logits[i] = (logits[i] + G / ln 2) / tau for i < n, G = -ln(-ln u) with u = uniform(chained(chain, x[i])): a
   /// variate of the standard Gumbel distribution, in float32; u keeps its digits near 0 and its distance to 1 near 1.
   void (*add_gumbel_noise)(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits);
+  /// counts[i] += 1 and last[i] = number where x[i] > least, i < n.
+  void (*count_above)(const double* x, std::ptrdiff_t n, double least, double number, double* counts, double* last);
+  /// How many of a[i], i < n, equal b[i].
+  double (*count_equal)(const double* a, const double* b, std::ptrdiff_t n);
 };
 
 /// The kernels of the level that choose_simd_level() chooses. Throws as it does.

@@ -1,15 +1,24 @@
 #include "observables/query_products.h"
 
 #include <algorithm>
+#include <iterator>
 #include <span>
 #include <vector>
 
 #include "attention/softmax_keys.h"
 #include "cpu/combination_kernels.h"
+#include "cpu/elementary_kernels.h"
 #include "float_types.h"
 #include "parallel.h"
 
 namespace kvreplay {
+
+void count_equal(std::span<const double> numbers, std::span<const double> rows, std::span<double> counts) {
+  const ElementaryKernels& kernels = elementary_kernels();
+  for (std::size_t i = 0; i < counts.size(); ++i)
+    counts[i] = kernels.count_equal(numbers.data(), rows.data() + i * numbers.size(), std::ssize(numbers));
+}
+
 std::vector<double> products_with(std::span<const double> query, std::span<const double> vectors) {
   const CombinationKernels& kernels = combination_kernels();
   const int dim = static_cast<int>(query.size());

@@ -18,6 +18,9 @@ namespace kvreplay {
 /// Error{input} if the query is not stored.
 Matrix query_products(const LayerTensors& layer, std::int32_t position, int first, int end, int threads);
 
+/// [rows]: how many numbers of each row equal the one in their place; rows follow each other, each as long as these.
+void count_equal(std::span<const double> numbers, std::span<const double> rows, std::span<double> counts);
+
 /// <q, x_i> of vectors that follow each other, each as long as the query.
 std::vector<double> products_with(std::span<const double> query, std::span<const double> vectors);
 

@@ -25,4 +25,10 @@ void add_gumbel_noise(std::uint64_t chain, std::span<const std::int32_t> numbers
                                         static_cast<float>(tau), logits.data());
 }
 
+void count_above(std::span<const double> weights, double least, std::int32_t query, std::span<double> counts,
+                 std::span<double> last) {
+  elementary_kernels().count_above(weights.data(), static_cast<std::ptrdiff_t>(weights.size()), least,
+                                   static_cast<double>(query), counts.data(), last.data());
+}
+
 }  // namespace kvreplay

@@ -14,4 +14,8 @@ void to_softmax(std::span<double> logits, double sink = -std::numeric_limits<dou
 /// variate of the standard Gumbel distribution. Logits are in units of ln 2, as those of query_logits.h.
 void add_gumbel_noise(std::uint64_t chain, std::span<const std::int32_t> numbers, double tau, std::span<float> logits);
 
+/// counts[j] += 1 and last[j] = query where weights[j] > least.
+void count_above(std::span<const double> weights, double least, std::int32_t query, std::span<double> counts,
+                 std::span<double> last);
+
 }  // namespace kvreplay

@@ -52,6 +52,29 @@ TEST(Elementary, ExponentialsAndTheirSumAreThoseOfTheStandardLibrary) {
   });
 }
 
+TEST(Elementary, CountsOfLargerAndOfEqualNumbers) {
+  testing::at_every_simd_level([](const char* level) {
+    for (const std::size_t n : {0u, 1u, 7u, 8u, 9u, 75u}) {
+      std::vector<double> a(n), b(n), counts(n + 1, 2), last(n + 1, -1);
+      double equal = 0;
+      for (std::size_t i = 0; i < n; ++i) {
+        a[i] = static_cast<double>(chain(3, n, i) % 3);
+        b[i] = static_cast<double>(chain(4, n, i) % 3);
+        equal += a[i] == b[i] ? 1 : 0;
+      }
+      const auto count = static_cast<std::ptrdiff_t>(n);
+      ASSERT_EQ(elementary_kernels().count_equal(a.data(), b.data(), count), equal) << level << ", n = " << n;
+      elementary_kernels().count_above(a.data(), count, 1, 40, counts.data(), last.data());
+      for (std::size_t i = 0; i < n; ++i) {
+        ASSERT_EQ(counts[i], a[i] > 1 ? 3 : 2) << level << ", n = " << n << ", number " << i;
+        ASSERT_EQ(last[i], a[i] > 1 ? 40 : -1) << level << ", n = " << n << ", number " << i;
+      }
+      ASSERT_EQ(counts[n], 2);
+      ASSERT_EQ(last[n], -1);
+    }
+  });
+}
+
 /// The chain with mix(chain ^ x) = `mixed` for x = 0: the inverse of mix() in random.h.
 std::uint64_t chain_to(std::uint64_t mixed) {
   const auto unshifted = [](std::uint64_t z, int bits) {

@@ -162,10 +162,7 @@ struct MagicPig {
         std::vector<double> vector(at(queries.dim + 1)), code(at(tables));
         keys.read_query(queries, head, stored, std::span(vector).first(at(queries.dim)));
         hash(vector, normals, code);
-        const std::span<const double> of_keys = codes.row(head / view.group());
-        for (int j = first; j < end; ++j)
-          for (std::size_t table = 0; table < code.size(); ++table)
-            equal(head, j - first) += of_keys[at(j) * code.size() + table] == code[table] ? 1 : 0;
+        count_equal(code, codes.row(head / view.group()).subspan(at(first) * code.size()), equal.row(head));
       });
       return equal;
     };

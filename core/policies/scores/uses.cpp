@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "observables/query_logits.h"
+#include "observables/softmax.h"
 #include "policies/arithmetic/ranking.h"
 
 namespace kvreplay {
@@ -29,11 +30,7 @@ void add_uses(const LayerView& view, const QueryLogits& logits, int kv_head, std
         break;
       }
     const double least = above_uniform * view.group() / static_cast<double>(end - first);
-    for (std::size_t j = first; j < end; ++j) {
-      const bool used = sums[j] > least;
-      counts[j] += used ? 1.0 : 0.0;
-      last[j] = used ? query : last[j];
-    }
+    count_above(std::span(sums).subspan(first, end - first), least, query, counts.subspan(first), last.subspan(first));
   });
 }
 
