@@ -76,6 +76,18 @@ double inner_product(const double* a, const double* b, int n) {
   return sum;
 }
 
+void add_to_each(double weight, const double* row, int n, double* const* sums, int count) {
+  const hn::ScalableTag<double> tag;
+  const int lanes = static_cast<int>(hn::Lanes(tag));
+  for (int s = 0; s < count; ++s) {
+    double* const sum = sums[s];
+    int i = 0;
+    for (; i + lanes <= n; i += lanes)
+      hn::StoreU(Product::add(hn::LoadU(tag, sum + i), hn::Set(tag, weight), hn::LoadU(tag, row + i)), tag, sum + i);
+    for (; i < n; ++i) sum[i] = Product::add_number(sum[i], weight, row[i]);
+  }
+}
+
 /// Of `Vectors` neighbouring vectors of columns.
 template <int Lists, int Vectors>
 void combine_columns(const double* weights, int count, const double* rows, std::ptrdiff_t stride, double* out,
@@ -135,6 +147,7 @@ const CombinationKernels& combination_table() {
                                         .lists_of_doubles = combine_all_lists,
                                         .inner_product = inner_product,
                                         .squared_distances = combine<SquaredDifference, double>,
+                                        .add_to_each = add_to_each,
                                         .floats = combine<Product, float>};
   return table;
 }

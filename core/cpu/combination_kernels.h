@@ -18,6 +18,8 @@ struct CombinationKernels {
   /// out[i] = Σ_c (vector[c] - rows[c · stride + i])²
   void (*squared_distances)(const double* vector, int count, const double* rows, std::ptrdiff_t stride, int n,
                             double* out);
+  /// sums[s][i] += weight row[i] for i < n and s < count, of which none is the row.
+  void (*add_to_each)(double weight, const double* row, int n, double* const* sums, int count);
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);
 };
 

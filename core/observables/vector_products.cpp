@@ -43,4 +43,9 @@ void VectorProducts::read(int i, std::span<double> vector) const {
   for (std::size_t c = 0; c < vector.size(); ++c) vector[c] = channels_[place(i) + c * panel];
 }
 
+void add_to_each(double factor, std::span<const double> vector, std::span<double* const> others) {
+  combination_kernels().add_to_each(factor, vector.data(), static_cast<int>(vector.size()), others.data(),
+                                    static_cast<int>(others.size()));
+}
+
 }  // namespace kvreplay

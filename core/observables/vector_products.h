@@ -37,4 +37,7 @@ class VectorProducts {
   std::vector<double> channels_;  // [panels, dim, panel]
 };
 
+/// Adds the multiple of a vector to others, each as long, of which none is the vector.
+void add_to_each(double factor, std::span<const double> vector, std::span<double* const> others);
+
 }  // namespace kvreplay

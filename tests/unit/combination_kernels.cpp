@@ -49,6 +49,23 @@ TEST(Combinations, AreSumsInOrderAtEverySimdLevel) {
             1);
 }
 
+TEST(Combinations, AMultipleIsAddedToEachSum) {
+  testing::at_every_simd_level([](const char* level) {
+    for (const std::size_t n : {0u, 1u, 7u, 8u, 9u, 64u, 100u}) {
+      const auto row = numbers<double>(n, 7);
+      std::vector<double> first = numbers<double>(n + 1, 8), second = numbers<double>(n + 1, 9);
+      const std::vector<double> before = first, also_before = second;
+      double* const sums[] = {second.data(), first.data()};
+      combination_kernels().add_to_each(0.3, row.data(), static_cast<int>(n), sums, 2);
+      for (std::size_t i = 0; i <= n; ++i) {
+        const double added = i < n ? 0.3 * row[i] : 0.0;
+        ASSERT_EQ(first[i], before[i] + added) << level << ", n = " << n << ", number " << i;
+        ASSERT_EQ(second[i], also_before[i] + added) << level << ", n = " << n << ", number " << i;
+      }
+    }
+  });
+}
+
 TEST(Combinations, InnerProductsAreEightSums) {
   testing::at_every_simd_level([](const char* level) {
     for (const int n : {0, 1, 7, 8, 9, 64, 100}) {

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "observables/vector_products.h"
 #include "policies/plan_part.h"
 #include "policies/stores/merging_layer.h"
 #include "random.h"
@@ -304,14 +305,13 @@ class MergedLayer final : public MergingLayer {
 
   void merge(int head, std::int32_t step, HeadValues& values) const override {
     FirstBehind behind(static_cast<std::size_t>(part_.merge), step + 1);
+    std::vector<double*> sums;
     for (const auto& [_, token, share] :
          std::ranges::equal_range(merges_[static_cast<std::size_t>(head)], step, {}, &Merge::step)) {
-      const std::span<const double> evicted = values.of(token);
-      for (const std::int32_t j :
-           behind.of(token, [&](std::int32_t one) { return remains(row_of(head), one, step); })) {
-        const std::span<double> sum = values.sum_of(j);
-        for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += share * evicted[c];
-      }
+      sums.clear();
+      for (const std::int32_t j : behind.of(token, [&](std::int32_t one) { return remains(row_of(head), one, step); }))
+        sums.push_back(values.sum_of(j).data());
+      add_to_each(share, values.of(token), sums);
     }
   }
 
