@@ -168,6 +168,11 @@ void add_softmax(const TileKernels& kernels, const LogitRow& row, double weight,
   if (sum > 0.0) kernels.add_row_shares(row, static_cast<float>(weight / sum), sums);
 }
 
+void raise_to_softmax(const TileKernels& kernels, const LogitRow& row, double sink, double* largest) {
+  const double sum = row.sum + sink_weight(sink * std::numbers::log2e, static_cast<double>(row.reference));
+  if (sum > 0.0) kernels.raise_to_row_shares(row, static_cast<float>(1.0 / sum), largest);
+}
+
 void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
                const SoftmaxKeys& softmax_keys, int tile, AlignedBuffer<float>& staging, float* out) {
   const int dim = layer.k.dim;
@@ -190,6 +195,25 @@ void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTens
     vector = reinterpret_cast<const std::byte*>(moved.data());
   }
   form.pack(vectors.data(), moves ? DType::float32 : layer.k.dtype, dim, kernels.keys, out);
+}
+
+PackedKeys::PackedKeys(const TileKernels& kernels, const LayerTensors& layer, int kv_head,
+                       const SoftmaxKeys& softmax_keys)
+    : form_(form_of(kernels, layer, softmax_keys)), tile_cells_(product(form_.cells(layer.k.dim), kernels.keys)) {
+  const int tiles = (softmax_keys.count + kernels.keys - 1) / kernels.keys;
+  stride_ = product(tiles, kernels.keys);
+  float* packed = packed_.at_least(static_cast<std::size_t>(tiles) * tile_cells_);
+  AlignedBuffer<float> staging;
+  for (int tile = 0; tile < tiles; ++tile)
+    pack_keys(kernels, form_, layer, kv_head, softmax_keys, tile, staging,
+              packed + static_cast<std::size_t>(tile) * tile_cells_);
+}
+
+void PackedKeys::write_logits(const LayerTensors& layer, std::span<const BlockRow> rows, std::size_t stride,
+                              SoftmaxBlock& block, float* out) const {
+  block.prepare(layer, form_, rows, false);
+  block.write_logits([&](int tile) { return packed_.data() + static_cast<std::size_t>(tile) * tile_cells_; }, stride,
+                     out);
 }
 
 }  // namespace kvreplay

@@ -89,10 +89,31 @@ bool compute_rows(const TileKernels& kernels, std::span<LogitRow> rows);
 /// sums[key - first] += weight * softmax(logits)[key] for the keys that a row sees, after compute_rows(). `sink`: a
 /// logit that takes part, in units of 1; -infinity: none.
 void add_softmax(const TileKernels& kernels, const LogitRow& row, double weight, double sink, double* sums);
+/// largest[key - first] = softmax(logits)[key] where that is larger, likewise.
+void raise_to_softmax(const TileKernels& kernels, const LogitRow& row, double sink, double* largest);
 
 /// Packs one tile of keys of a KV head, moved to their slots where asked, and has the memory fetch those of the next.
 /// The last key stands for those that are missing.
 void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTensors& layer, int kv_head,
                const SoftmaxKeys& softmax_keys, int tile, AlignedBuffer<float>& staging, float* out);
+
+/// The keys of a softmax of one KV head, packed once for many queries.
+class PackedKeys {
+ public:
+  PackedKeys(const TileKernels& kernels, const LayerTensors& layer, int kv_head, const SoftmaxKeys& softmax_keys);
+
+  /// Numbers of a row of logits: whole tiles.
+  std::size_t stride() const { return stride_; }
+  /// out[row, key] = logits of all keys up to the last one that any of the rows sees, in whole tiles; `stride` numbers
+  /// a row. The rows are of queries of the same layer; `block` is to work in.
+  void write_logits(const LayerTensors& layer, std::span<const BlockRow> rows, std::size_t stride, SoftmaxBlock& block,
+                    float* out) const;
+
+ private:
+  const TileForm& form_;
+  std::size_t stride_;
+  std::size_t tile_cells_;
+  AlignedBuffer<float> packed_;  // [tiles, cells, keys of a tile]
+};
 
 }  // namespace kvreplay

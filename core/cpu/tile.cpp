@@ -295,7 +295,17 @@ void raise_row_reference(LogitRow& row) {
   }
 }
 
-void add_row_shares(const LogitRow& row, float factor, double* sums) {
+struct Sum {
+  static auto of(auto a, auto b) { return hn::Add(a, b); }
+  static double of_numbers(double a, double b) { return a + b; }
+};
+struct Largest {
+  static auto of(auto a, auto b) { return hn::Max(a, b); }
+  static double of_numbers(double a, double b) { return std::max(a, b); }
+};
+
+template <class With>
+void join_row_shares(const LogitRow& row, float factor, double* joined) {
   const Doubles doubles;
   const HalfFloats floats;
   const float* p = row.exponentials + row.first;
@@ -303,9 +313,9 @@ void add_row_shares(const LogitRow& row, float factor, double* sums) {
   int key = 0;
   for (; key + wide_lanes <= count; key += wide_lanes) {
     const auto share = hn::Mul(hn::Set(floats, factor), hn::LoadU(floats, p + key));
-    hn::StoreU(hn::Add(hn::LoadU(doubles, sums + key), hn::PromoteTo(doubles, share)), doubles, sums + key);
+    hn::StoreU(With::of(hn::LoadU(doubles, joined + key), hn::PromoteTo(doubles, share)), doubles, joined + key);
   }
-  for (; key < count; ++key) sums[key] += static_cast<double>(factor * p[key]);
+  for (; key < count; ++key) joined[key] = With::of_numbers(joined[key], static_cast<double>(factor * p[key]));
 }
 
 void add_columns(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns) {
@@ -545,7 +555,8 @@ const TileKernels& kernels() {
       .wide_pack = wide_pack,
       .row_exponentials = row_exponentials,
       .raise_row_reference = raise_row_reference,
-      .add_row_shares = add_row_shares,
+      .add_row_shares = join_row_shares<Sum>,
+      .raise_to_row_shares = join_row_shares<Largest>,
       .fold_row_sums = fold_row_sums,
       .add_columns = add_columns,
       .wide_products = wide_products,

@@ -102,6 +102,8 @@ struct TileKernels {
   void (*raise_row_reference)(LogitRow& row);
   /// sums[key - first] += factor * p[key] for the keys that the row sees.
   void (*add_row_shares)(const LogitRow& row, float factor, double* sums);
+  /// The same number where it is larger, in place of the sum.
+  void (*raise_to_row_shares)(const LogitRow& row, float factor, double* largest);
 
   /// row_sums += lane_sums, which begin again.
   void (*fold_row_sums)(const TileBlock& block);

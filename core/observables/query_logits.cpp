@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "cpu/softmax_block.h"
+#include "cpu/aligned_buffer.h"
 #include "error.h"
 
 namespace kvreplay {
@@ -35,24 +35,14 @@ QueryLogits::QueryLogits(const LayerView& view, int kv_head)
       kv_head_(kv_head),
       kernels_(tile_kernels()),
       keys_(keys_of(view, kv_head)),
-      form_(form_of(kernels_, view.tensors(), keys_)) {
-  const int tiles = (keys_.count + kernels_.keys - 1) / kernels_.keys;
-  const std::size_t cells = product(form_.cells(view.tensors().k.dim), kernels_.keys);
-  float* packed = packed_.at_least(static_cast<std::size_t>(tiles) * cells);
-  AlignedBuffer<float> staging;
-  for (int tile = 0; tile < tiles; ++tile)
-    pack_keys(kernels_, form_, view.tensors(), kv_head, keys_, tile, staging,
-              packed + static_cast<std::size_t>(tile) * cells);
-}
+      packed_(kernels_, view.tensors(), kv_head, keys_) {}
 
 void QueryLogits::of_each(std::span<const std::int32_t> queries, const Visit& visit) const {
   if (queries.empty() || keys_.count == 0) return;
   const LayerTensors& tensors = view_.tensors();
   const auto group = static_cast<std::size_t>(tensors.group());
   const std::vector<QueryPlace> places = query_places(tensors, queries, keys_);
-  const auto tile_keys = static_cast<std::size_t>(kernels_.keys);
-  const std::size_t cells = product(form_.cells(tensors.k.dim), kernels_.keys);
-  const std::size_t stride = (static_cast<std::size_t>(keys_.count) + tile_keys - 1) / tile_keys * tile_keys;
+  const std::size_t stride = packed_.stride();
   const std::size_t rows = std::clamp(block_bytes / (stride * sizeof(float)), group, std::max(group, block_rows));
   const std::size_t at_once = rows / group;  // queries
   SoftmaxBlock block(kernels_);
@@ -70,9 +60,7 @@ void QueryLogits::of_each(std::span<const std::int32_t> queries, const Visit& vi
         block_of_rows.push_back({kv_head_ * tensors.group() + static_cast<int>(member), places[i]});
         block_of_rows.back().place.first = 0;
       }
-    block.prepare(tensors, form_, block_of_rows, false);
-    block.write_logits([&](int tile) { return packed_.data() + static_cast<std::size_t>(tile) * cells; }, stride,
-                       logits);
+    packed_.write_logits(tensors, block_of_rows, stride, block, logits);
     for (std::size_t i = begin; i < end; ++i) {
       for (std::size_t member = 0; member < group; ++member)
         heads[member] = {.head = kv_head_ * tensors.group() + static_cast<int>(member),

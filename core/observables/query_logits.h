@@ -8,7 +8,7 @@
 #include <span>
 
 #include "attention/softmax_keys.h"
-#include "cpu/aligned_buffer.h"
+#include "cpu/softmax_block.h"
 #include "cpu/tile.h"
 #include "observables/layer_view.h"
 
@@ -42,8 +42,7 @@ class QueryLogits {
   const int kv_head_;
   const TileKernels& kernels_;
   SoftmaxKeys keys_;
-  const TileForm& form_;
-  AlignedBuffer<float> packed_;  // [tiles, cells, keys of a tile]
+  PackedKeys packed_;
 };
 
 }  // namespace kvreplay

@@ -1,4 +1,4 @@
-// Attention of the passes that repeat the prompt, in float64 on this machine.
+// Attention of the passes that repeat the prompt, in float32 on this machine.
 #pragma once
 
 #include <span>
