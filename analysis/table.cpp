@@ -229,8 +229,14 @@ std::size_t count_prompts(const std::vector<const TraceRecord*>& traces) {
   return prompts.size();
 }
 
+/// Names that differ only in case are those of one model, as on the hub.
+struct PrecedesWithoutCase {
+  bool operator()(const std::string& a, const std::string& b) const { return boost::ilexicographical_compare(a, b); }
+};
+using Models = std::set<std::string, PrecedesWithoutCase>;
+
 std::vector<std::string> traces_pieces(const std::vector<const TraceRecord*>& traces) {
-  std::set<std::string> models;
+  Models models;
   for (const TraceRecord* trace : traces) models.insert(trace->model);
   const std::size_t count = count_prompts(traces);
   std::vector<std::string> pieces{
@@ -527,7 +533,7 @@ std::string best_lines(const TableRows& rows, const Layout& layout) {
 
 /// A figure shows traces of one model.
 bool has_several_models(const RunSummary& summary) {
-  std::set<std::string> models;
+  Models models;
   for (const TraceRecord& trace : summary.traces)
     if (trace.error.empty()) models.insert(trace.model);
   return models.size() > 1;

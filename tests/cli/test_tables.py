@@ -698,7 +698,9 @@ def test_the_next_figure_is_of_one_model(tmp_path: Path) -> None:
     assert kvreplay("plot", "curve", "out", "--trace", "a", folder=tmp_path, env=WITH_PYTHON).code == 0
     with h5py.File(tmp_path / "b.h5", "r+") as file:
         file["model"].attrs["name"] = np.bytes_("ONE")
-    done("replay", "a.h5", "b.h5", "-p", "h2o,tova", "-b", "0.2,0.4", "-o", "same", folder=tmp_path)
+    text = done("replay", "a.h5", "b.h5", "-p", "h2o,tova", "-b", "0.2,0.4", "-o", "same", folder=tmp_path)
+    assert text.startswith("traces   2 of one   ")
+    assert "plot curve same\n" in done("show", "same", "--each", folder=tmp_path)
     assert kvreplay("plot", "curve", "same", folder=tmp_path, env=WITH_PYTHON).code == 0, "a letter's case is no model"
 
 

@@ -201,6 +201,8 @@ def test_two_models_on_one_prompt_are_one_cluster(tmp_path, capsys):
     runs = [write_run(tmp_path / model, VALUES, SIX, model) for model in ("small", "large")]
     found = document(capsys, *runs, "--baseline", "base", "-p", "a")
     assert (found["traces"], found["prompts"], found["models"]) == (12, 6, ["large", "small"])
+    same = write_run(tmp_path / "same", VALUES, SIX, "Small")
+    assert document(capsys, runs[0], same, "--baseline", "base", "-p", "a")["models"] == ["small"]
     line = found["lines"][1]
     assert (line["pairs"], line["paired_prompts"]) == (12, 6)
     assert line["p"] == 2 / 2**6 * 2  # as with one model: twelve traces are no more evidence than six prompts

@@ -43,6 +43,11 @@ def pick_metrics(asked: Sequence[str], known: Sequence[str], flag: str = "--metr
     return pick(flag, "metric", [name if name in known else metric_of_title(name) for name in asked], known)
 
 
+def model_of_name(name: str) -> str:
+    """The model that a name stands for: names that differ only in case are those of one model, as on the hub."""
+    return name.casefold()
+
+
 def metric_of_title(name: str) -> str:
     """The metric that a title of the table stands for; another text, and any text without the engine, as it is."""
     with contextlib.suppress(ImportError):  # figures work without the engine

@@ -13,7 +13,7 @@ from kvreplay.errors import Error, Refusal
 from kvreplay.headline import default_metric
 from kvreplay.live_metrics import is_live, shown_name
 from kvreplay.results import CELL, Run, labels, untold_note
-from kvreplay.run_names import chosen_labels, metric_names, pick, pick_metrics, with_settings
+from kvreplay.run_names import chosen_labels, metric_names, model_of_name, pick, pick_metrics, with_settings
 from kvreplay.skill import SKILL
 from kvreplay.tables import narrowed, records, wrapped
 
@@ -99,7 +99,7 @@ class Comparison:
         self.better = {name: word for run in runs for name in names if (word := run.better_of(name))}
         self.units = {name: unit for run in runs for name in names if (unit := run.unit_of(name))}
         self.notes += untold_note(names, self.better)
-        self.models = sorted(set(rows["model"]))
+        self.models = list(rows["model"].groupby(rows["model"].map(model_of_name)).first())
         self.synthetic = rows["synthetic"].isin(["1", "true"]).any()
         rows = rows.rename(columns={"trace": "trace_name"}).rename(columns={"trace_hash": "trace"})
         facts = ["value", "heads", "memory", "own_memory", "role", "trace_name"]

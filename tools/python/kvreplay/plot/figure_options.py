@@ -15,7 +15,15 @@ from kvreplay.families import family_of
 from kvreplay.headline import default_metric
 from kvreplay.plot.colours import looks_of
 from kvreplay.results import Run, Selection, TraceFacts
-from kvreplay.run_names import SELECT_SECONDS, chosen_labels, metric_names, metric_of_title, pick, pick_metrics
+from kvreplay.run_names import (
+    SELECT_SECONDS,
+    chosen_labels,
+    metric_names,
+    metric_of_title,
+    model_of_name,
+    pick,
+    pick_metrics,
+)
 from kvreplay.skill import TWIN
 
 if TYPE_CHECKING:
@@ -127,7 +135,7 @@ class Choice:
         model_of = self.run.cells.drop_duplicates("trace").set_index("trace")["model"]
         models: dict[str, list[str]] = {}
         for trace in chosen:
-            models.setdefault(model_of[trace].casefold(), []).append(trace)
+            models.setdefault(model_of_name(model_of[trace]), []).append(trace)
         if len(models) > 1:
             example = ",".join(max(models.values(), key=len))
             found = "; ".join(f"{', '.join(traces)} of {model_of[traces[0]]}" for traces in models.values())
