@@ -447,6 +447,20 @@ def test_a_band_on_a_logarithmic_axis_ends_where_it_includes_zero():
         assert band.get_datalim(axis.transData).y0 == (0.5 if logarithmic else -0.5)
 
 
+def test_a_value_of_zero_is_a_gap_on_a_logarithmic_axis():
+    line = pd.DataFrame({"x": range(4), "mean": [0, 1, 2, 0], "low": np.nan, "high": np.nan})
+    for logarithmic, mean, end in ((False, [0, 1, 2, 0], (3, 0)), (True, [np.nan, 1, 2, np.nan], (2, 2))):
+        axis = Figure().subplots()
+        found = lines.draw_mean(axis, line, "x", {"color": "blue"}, "name", logarithmic)
+        np.testing.assert_array_equal(axis.lines[0].get_ydata(), mean)
+        assert (found.x, found.y) == end
+    choice = SimpleNamespace(run=SimpleNamespace(better_of=lambda _: "lower"), metric_name="error")
+    found = pd.DataFrame({"policy": [*"aabbcc"], "mean": [0, 0, 0, 1, 20, 20]})
+    words = "Always 0 and not on the logarithmic axis: a. Gaps where the value is 0: b"
+    assert lines.never_zero(choice, found, [*"abc"]) == ([*"bc"], True, words)
+    assert lines.never_zero(choice, found.tail(2), ["c"]) == (["c"], False, "")
+
+
 @pytest.mark.parametrize("policies, grey", [([], True), (["-p", "snapkv"], False), (["-p", "snapkv,random"], True)])
 def test_controls_are_said_where_they_are_drawn(policies, grey, run, tmp_path):
     assert main(["curve", str(run), "-o", str(tmp_path / "figure.svg"), *policies]) == 0

@@ -89,7 +89,7 @@ def draw_mean(
     """Draws one line, rows of `mean_over_traces` along the column `x`, with its band if it has one. Returns its end.
 
     A single point has its interval as a bar. `look`: from `looks_of`; `logarithmic`: the axis of the mean will be, on
-    which a band that includes 0 has no lower edge.
+    which a mean of 0 is a gap, and a band that includes 0 has no lower edge.
     """
     joined, bounded = len(line) > 1, line[line["low"].notna()]
     if not joined:
@@ -100,8 +100,10 @@ def draw_mean(
                           color=look["color"], alpha=0.15, linewidth=0)  # fmt: skip
     if len(line) > MOST_MARKERS:
         look = {"markevery": len(line) // MOST_MARKERS + 1} | look
-    axis.plot(line[x], line["mean"], **look)
-    return LineEnd(name, line[x].iloc[-1], line["mean"].iloc[-1], look["color"])
+    has_place = (line["mean"] > 0) | (not logarithmic)
+    axis.plot(line[x], line["mean"].where(has_place), **look)
+    end = (line[has_place] if has_place.any() else line).iloc[-1]
+    return LineEnd(name, end[x], end["mean"], look["color"])
 
 
 class LinePanels:
@@ -207,13 +209,16 @@ def shown_names(choice: Choice, rows: pd.DataFrame, labels: list[str]) -> tuple[
 
 
 def never_zero(choice: Choice, found: pd.DataFrame, labels: list[str]) -> tuple[list[str], bool, str]:
-    """The labels to draw, whether the axis of the metric is logarithmic, and a sentence on the labels left out: those
-    whose means are 0, which have no place on a logarithmic axis. `found` has the columns policy and mean."""
+    """The labels to draw, whether the axis of the metric is logarithmic, and what it omits: means of 0 have no place on
+    a logarithmic axis, and neither have labels whose means are all 0. `found` has the columns policy and mean."""
     is_error = choice.run.better_of(choice.metric_name) == "lower"
     logarithmic = is_error and errors_need_logarithms(found["mean"].to_numpy())
-    zero = [label for label in labels if logarithmic and (found["mean"][found["policy"] == label] == 0).all()]
-    sentence = f"Always 0 and not on the logarithmic axis: {', '.join(zero)}" if zero else ""
-    return [label for label in labels if label not in zero], logarithmic, sentence
+    zeros = (found["mean"] == 0).groupby(found["policy"]).mean()  # share of each policy
+    always = [label for label in labels if logarithmic and zeros[label] == 1]
+    partly = [label for label in labels if logarithmic and 0 < zeros[label] < 1]
+    said = {"Always 0 and not on the logarithmic axis": always, "Gaps where the value is 0": partly}
+    sentences = ". ".join(f"{words}: {', '.join(named)}" for words, named in said.items() if named)
+    return [label for label in labels if label not in always], logarithmic, sentences
 
 
 def interval_words(means: pd.DataFrame, prompts: pd.Series, logarithmic: bool) -> str:
