@@ -40,6 +40,7 @@ from kvreplay.run_names import split_policies
 NEEDED = {"compare": ["--baseline", "random"]}  # options that a kind cannot do without
 BEGINNINGS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG", "pgf": b"% needs"}
 PAGES = {"screen": {}, "text": {"page_width": 6.75}, "paper": {"paper": True, "page_width": 3.25}}
+WIDTHS = "expected column, text or 2.5 to 20 inches, as in 3.25, 83mm or 8.3cm"
 NEEDLES = [(f"needle-{i}", 200 * (1 + i % 2), 0.1 + 0.3 * (i // 2)) for i in range(6)]
 
 
@@ -1189,10 +1190,10 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
             "--metric: no direction: expected a metric of which higher or lower",
         ),
         (["curve", "--style", "papers"], "plot: argument --style: invalid choice"),
-        (["curve", "--width", "page"], "--width: expected column, text or 2.5 to 20.0 inches, found page"),
-        (["curve", "--width", "1"], "--width: expected column, text or 2.5 to 20.0 inches, found 1"),
-        (["curve", "--width", "3.25pt"], "--width: expected column, text or 2.5 to 20.0 inches, found 3.25pt"),
-        (["curve", "--width", "60mm"], "--width: expected column, text or 2.5 to 20.0 inches, found 60mm"),
+        (["curve", "--width", "page"], f"--width: {WIDTHS}, found page"),
+        (["curve", "--width", "1"], f"--width: {WIDTHS}, found 1"),
+        (["curve", "--width", "3.25pt"], f"--width: {WIDTHS}, found 3.25pt"),
+        (["curve", "--width", "60mm"], f"--width: {WIDTHS}, found 60mm"),
         (["heatmap", "-p", "snapvk"], "-p: unknown policy snapvk: did you mean snapkv?"),
         (["heatmap", "-b", "0.15"], "-b: unknown budget: expected one of 0.1, 0.2, 0.3, found 0.15"),
         (["kept", "--trace", "demos"], "--trace: unknown trace demos: did you mean demo?"),

@@ -142,7 +142,7 @@ def page_width(text: str) -> float:
         width = math.nan
     if not NARROWEST <= width <= WIDEST:
         raise argparse.ArgumentTypeError(
-            f"expected column, text or {NARROWEST} to {WIDEST} inches, found {text}"
+            f"expected column, text or {NARROWEST:g} to {WIDEST:g} inches, as in 3.25, 83mm or 8.3cm, found {text}"
         )  # fmt: skip
     return width
 
