@@ -872,19 +872,37 @@ def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
             size = [2 * float(drawing.get(side)) for side in ("width", "height")]
             assert np.allclose(image.size, size, atol=1)
             ground = image.convert("RGB").getpixel((1, 1))
-            assert (sum(ground) > 600) == (scheme == "light") and len(image.convert("RGB").getcolors(1 << 24)) > 20
+            assert sum(ground) > 600 and len(image.convert("RGB").getcolors(1 << 24)) > 20
+    assert window.evaluate("isDark()") == (scheme == "dark")
 
 
-def test_captions_of_saved_similarities_are_below_their_squares(page, look, tmp_path):
+def test_a_saved_figure_has_the_same_light_colours_on_a_dark_page(page, look, tmp_path):
+    for chart in ("map-chart", "curve-chart", "heatmaps"):
+        for scheme in ("light", "dark"):
+            window = look(page, color_scheme=scheme)
+            with window.expect_download() as download:
+                window.click(f"[data-save={chart}] button:has-text('SVG')")
+            download.value.save_as(tmp_path / scheme)
+        assert (tmp_path / "light").read_text() == (tmp_path / "dark").read_text()
+
+
+def test_saved_similarities_have_a_heading_a_scale_and_captions_below_their_squares(page, look, tmp_path):
     window = look(page)
+    scale = window.inner_text("#scale").splitlines()
     with window.expect_download() as download:
         window.click("[data-save=heatmaps] button:has-text('SVG')")
     download.value.save_as(tmp_path / "figure.svg")
     drawing = ElementTree.parse(tmp_path / "figure.svg").getroot()
-    captions = [one for one in drawing.iter("{http://www.w3.org/2000/svg}text") if float(one.get("x")) > 10]
+    texts = list(drawing.iter("{http://www.w3.org/2000/svg}text"))
+    bar, *squares = drawing.iter("{http://www.w3.org/2000/svg}image")
+    assert texts[0].text.startswith("Jaccard similarity of the kept tokens")
+    words = " ".join(one.text for one in texts)
+    assert all(piece in words for piece in scale) and "sets: mean over heads" in words
+    top = float(squares[0].get("y"))
+    assert float(bar.get("y")) + float(bar.get("height")) < top
+    captions = [one for one in texts if float(one.get("x")) > 10 and float(one.get("y")) > top]
     assert len(captions) > 4
-    widths = [float(one.get("width")) for one in drawing.iter("{http://www.w3.org/2000/svg}image")]
-    assert max(len(one.text.strip()) for one in captions) * 7 < max(widths)
+    assert max(len(one.text.strip()) for one in captions) * 7 < float(squares[0].get("width"))
 
 
 def test_a_saved_figure_has_its_whole_heading_and_note(page, look, tmp_path):

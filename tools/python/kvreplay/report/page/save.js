@@ -108,22 +108,34 @@ function textStyle() {
   return { fill: plainColour(style.color), "font-size": "12px", "font-family": style.fontFamily };
 }
 
-/** The squares of the similarity of layers as one drawing. */
+/** The colour scale of the similarities, and the layers and sets that they compare; its lower edge. */
+function drawScale(drawing, width) {
+  const [least, bar, most, layers] = $("scale").childNodes;
+  const write = (x, y, words) => drawing.append(make("text", { x, y, ...textStyle() }, words));
+  write(10, 18, least.textContent);
+  drawing.append(make("image", { x: 22, y: 9, width: 128, height: 10, href: bar.toDataURL(), preserveAspectRatio: "none" }));
+  write(156, 18, most.textContent);
+  const lines = linesOf(`${layers.textContent}; sets: ${$("variant").selectedOptions[0].text}`, width);
+  lines.forEach((line, i) => write(10, 36 + 16 * i, line));
+  return 28 + 16 * lines.length;
+}
+
+/** The squares of the similarity of layers as one drawing, at least two squares wide for its scale. */
 function heatmapsDrawing() {
   const figures = [...document.querySelectorAll("#heatmaps figure:has(canvas)")], side = 160, columns = 5;
+  const width = Math.max(2, Math.min(columns, figures.length)) * (side + 14) + 10;
   const captions = figures.map((figure) =>
     [...figure.querySelectorAll("figcaption > *")].flatMap((line) => linesOf(line.textContent, side)));
   const tall = side + 20 + 15 * Math.max(...captions.map((lines) => lines.length));
-  const drawing = make("svg", {});
+  const drawing = make("svg", {}), top = drawScale(drawing, width - 20);
   figures.forEach((figure, i) => {
-    const [x, y] = [10 + (i % columns) * (side + 14), 10 + Math.floor(i / columns) * tall];
+    const [x, y] = [10 + (i % columns) * (side + 14), top + Math.floor(i / columns) * tall];
     drawing.append(make("image", { x, y, width: side, height: side, href: figure.querySelector("canvas").toDataURL(),
       "image-rendering": "pixelated" }));
     captions[i].forEach((line, j) =>
       drawing.append(make("text", { x, y: y + side + 15 + 15 * j, ...textStyle() }, line)));
   });
-  const wide = Math.min(columns, figures.length), high = Math.ceil(figures.length / columns);
-  drawing.setAttribute("viewBox", `0 0 ${wide * (side + 14) + 10} ${high * tall + 10}`);
+  drawing.setAttribute("viewBox", `0 0 ${width} ${top + Math.ceil(figures.length / columns) * tall}`);
   return drawing;
 }
 
@@ -132,7 +144,7 @@ function svgOf(id) {
   const box = $(id), shownDrawing = box.querySelector("svg[role]");
   const drawing = shownDrawing ? styled(shownDrawing) : heatmapsDrawing();
   let [, , width, height] = drawing.getAttribute("viewBox").split(" ").map(Number);
-  const heading = box.querySelector(".axis")?.textContent, room = width - 20;
+  const heading = box.closest("section").querySelector(".axis")?.textContent, room = width - 20;
   const above = heading ? linesOf(heading, room) : [], down = above.length && 8 + 16 * above.length;
   const [legend, below] = legendBelow(box, width, height + 4);
   height = below;
@@ -150,6 +162,17 @@ function svgOf(id) {
   return [new XMLSerializer().serializeToString(whole), width, height];
 }
 
+/** The same in light colours, whatever the page has: figures are saved for papers. */
+function lightSvgOf(id) {
+  const dark = isDark();
+  if (dark) setTheme(false);
+  try {
+    return svgOf(id);
+  } finally {
+    if (dark) setTheme(true);
+  }
+}
+
 function download(name, blob) {
   const url = URL.createObjectURL(blob);
   make("a", { href: url, download: name }).click();
@@ -157,7 +180,7 @@ function download(name, blob) {
 }
 
 async function savePng(name, id) {
-  const [text, width, height] = svgOf(id), image = new Image();
+  const [text, width, height] = lightSvgOf(id), image = new Image();
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
   await image.decode();
   const canvas = make("canvas", { width: width * PNG_SCALE, height: height * PNG_SCALE });
@@ -167,7 +190,7 @@ async function savePng(name, id) {
 
 function addSaveButtons(place) {
   const { save, name } = place.dataset;
-  const svg = () => download(`${name}.svg`, new Blob([svgOf(save)[0]], { type: "image/svg+xml" }));
+  const svg = () => download(`${name}.svg`, new Blob([lightSvgOf(save)[0]], { type: "image/svg+xml" }));
   place.replaceChildren("Save as ", make("button", { type: "button", onclick: svg }, "SVG"),
     make("button", { type: "button", onclick: () => savePng(name, save) }, "PNG"));
 }
