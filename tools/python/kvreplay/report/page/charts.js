@@ -165,7 +165,7 @@ function drawLines(box, series, axis) {
   series = passing;
   const [count, unit] = unitFor(axis.units, series.flatMap((one) => one.points.map(({ y }) => y)));
   series = series.map((one) => ({ ...one,
-    dashes: one.free ? "9 3 2 3" : dashesOf(policyOf.get(one.label)),
+    dashes: one.free ? "9 3 2 3 2 3" : dashesOf(policyOf.get(one.label)),
     points: one.points.map(({ x, y, text, isOnFront }) => ({ x, y: y * count, isOnFront,
       words: `${axis.name(x)}, ${text ?? `${brief(y * count)} ${unit}`.trim()}` })) }));
   const drawn = series.filter((one) => !hidden.has(one.label));
@@ -181,7 +181,7 @@ function drawLines(box, series, axis) {
   box.append(make("p", { class: "axis" }, axis.y + (unit && ` (${unit})`)), drawing, legend);
   const free = series.filter((one) => one.free).map(({ label }) => named(policyOf.get(label)));
   if (free.length && !axis.front) {
-    box.append(make("p", { class: "quiet free" }, `Dash and dot: not at equal memory: ${free.join(", ")}.`));
+    box.append(make("p", { class: "quiet free" }, `Dash and two dots: not at equal memory: ${free.join(", ")}.`));
   }
   markSelected();
 }
