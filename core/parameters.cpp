@@ -72,7 +72,9 @@ std::vector<std::string_view> split_list(const std::string& where, std::string_v
                 "more"};
   if (depth != 0) throw Error{Refusal::usage, where, "unbalanced parentheses", "", quoted(text)};
   for (const std::string_view piece : pieces)
-    if (piece.empty()) throw Error{Refusal::usage, where, "empty list element", "", quoted(text)};
+    if (piece.empty())
+      throw Error{Refusal::usage, where, "empty list element", "a value beside each comma, without blanks",
+                  quoted(text)};
   return pieces;
 }
 

@@ -13,6 +13,7 @@ from test_traces import PROGRAM
 
 USAGE, INPUT, CAPABILITY, RESOURCES = 2, 3, 4, 5
 
+EMPTY = "empty list element: expected a value beside each comma, without blanks"
 # Commands as one would type them in a folder with fixture.h5 (P 12, G 4, L 4), prompt.h5 (no continuation), late.h5
 # (P 32, G 4, only the last 8 queries), window.h5 (sliding windows only), norope.h5 (no RoPE), note.txt, files of
 # policies that cannot be meant, and the folder foreign/, which holds a file of somebody else.
@@ -86,7 +87,7 @@ LINES: list[tuple[int, str, str]] = [
     (
         USAGE,
         "synth sinks -o new.h5 --sliding-window 4,,8",
-        '--sliding-window: empty list element: found "4,,8"',
+        f'--sliding-window: {EMPTY}, found "4,,8"',
     ),
     (
         USAGE,
@@ -156,9 +157,9 @@ LINES: list[tuple[int, str, str]] = [
         f"{REPLAY} -p zzzzzzzz -b 0.5",
         f"zzzzzzzz: unknown policy: expected {POLICIES}kvzip, ada-kv, cam {LISTED}, found zzzzzzzz",
     ),
-    (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", '--policy: empty list element: found "h2o,,full"'),
-    (USAGE, f"{REPLAY} -p h2o, -b 0.5", '--policy: empty list element: found "h2o,"'),
-    (USAGE, f"{REPLAY} -p snapkv: -b 0.5", 'snapkv: empty list element: found ""'),
+    (USAGE, f"{REPLAY} -p h2o,,full -b 0.5", f'--policy: {EMPTY}, found "h2o,,full"'),
+    (USAGE, f"{REPLAY} -p h2o, -b 0.5", f'--policy: {EMPTY}, found "h2o,"'),
+    (USAGE, f"{REPLAY} -p snapkv: -b 0.5", f'snapkv: {EMPTY}, found ""'),
     (USAGE, f"{REPLAY} -p : -b 0.5", f"policy: no name: expected {POLICIES}pq, cam, cur {LISTED}"),
     (
         USAGE,
@@ -351,9 +352,9 @@ LINES: list[tuple[int, str, str]] = [
         f"{REPLAY} -p h2o -b 99999999999",
         "budget 99999999999: out of range: expected 1..2147483647, found 99999999999",
     ),
-    (USAGE, f"{REPLAY} -p h2o -b ,", '--budget: empty list element: found ","'),
-    (USAGE, f"{REPLAY} -p h2o -b 6,,6", '--budget: empty list element: found "6,,6"'),
-    (USAGE, f"{REPLAY} -p h2o -b 6,", '--budget: empty list element: found "6,"'),
+    (USAGE, f"{REPLAY} -p h2o -b ,", f'--budget: {EMPTY}, found ","'),
+    (USAGE, f"{REPLAY} -p h2o -b 6,,6", f'--budget: {EMPTY}, found "6,,6"'),
+    (USAGE, f"{REPLAY} -p h2o -b 6,", f'--budget: {EMPTY}, found "6,"'),
     # options
     (USAGE, f"{H2O} --budgte 3", "replay: unknown option --budgte: did you mean --budget?"),
     (USAGE, f"{REPLAY} -p", "--policy: needs a value: expected POLICY,..."),
@@ -378,8 +379,8 @@ LINES: list[tuple[int, str, str]] = [
         f"{H2O} --metrics attention_recall:promt",
         "attention_recall: unknown variant promt: did you mean prompt?",
     ),
-    (USAGE, f"{H2O} --metrics ,", '--metrics: empty list element: found ","'),
-    (USAGE, f"{H2O} --metrics kv_bytes,", '--metrics: empty list element: found "kv_bytes,"'),
+    (USAGE, f"{H2O} --metrics ,", f'--metrics: {EMPTY}, found ","'),
+    (USAGE, f"{H2O} --metrics kv_bytes,", f'--metrics: {EMPTY}, found "kv_bytes,"'),
     (
         INPUT,
         f"{H2O} --metrics output_error:residual -o out",
@@ -388,7 +389,7 @@ LINES: list[tuple[int, str, str]] = [
     ),
     (USAGE, f"{H2O} --detail heads", "--detail: unknown value: expected one of summary, layer, head, found heads"),
     (USAGE, f"{H2O} --save scores,score", "--save: unknown value: expected one of scores, attention, found score"),
-    (USAGE, f"{H2O} --save scores,", '--save: empty list element: found "scores,"'),
+    (USAGE, f"{H2O} --save scores,", f'--save: {EMPTY}, found "scores,"'),
     (USAGE, f"{H2O} --sliding maybe", "--sliding: unknown value: expected one of skip, treat, found maybe"),
     (
         USAGE,
@@ -559,7 +560,7 @@ def test_an_empty_policy_is_refused(folder: Path) -> None:
     words = [PROGRAM, "replay", "fixture.h5", "-p", "", "-b", "0.5"]
     answer = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout) == (USAGE, "")
-    assert answer.stderr == 'kvreplay: --policy: empty list element: found ""\n'
+    assert answer.stderr == f'kvreplay: --policy: {EMPTY}, found ""\n'
 
 
 def test_a_trace_larger_than_the_disk_is_refused_before_it_is_written(folder: Path) -> None:

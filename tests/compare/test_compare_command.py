@@ -246,7 +246,7 @@ def test_a_baseline_is_the_label_of_one_where_others_have_a_parameter_more(tmp_p
     found = lines(capsys, *runs, "--baseline", "h2o", "-p", label)
     assert set(found.index.get_level_values("policy")) == {"h2o", label}
     said = refused(capsys, 2, *runs, "--baseline", "snapkv", "--protect", "sinks=4")
-    assert said == "kvreplay: compare: unknown option: expected an option of --help, found --protect\n"
+    assert said == "kvreplay: compare: unknown option: expected an option of kvreplay compare --help, found --protect\n"
 
 
 def test_a_trace_under_two_names_is_one_trace(tmp_path, capsys):

@@ -1218,7 +1218,7 @@ def test_policy_lists_split_as_the_replay_command_splits_them():
         (["similarity", "--layer", "-1"], "--layer: no such layer in this trace: expected 0 to 3, found -1"),
         (["similarity", "--of", "queries"], "plot: argument --of: invalid choice"),
         (["heatmap", "--variant", "none"], "plot: argument --variant: invalid choice"),
-        (["heatmap", "--colour"], "plot: unknown option: expected an option of --help, found --colour"),
+        (["heatmap", "--colour"], "plot: unknown option: expected an option of kvreplay plot --help, found --colour"),
         (["heatmap", "--trase", "demo"], "plot: unknown option --trase: did you mean --trace?"),
     ],
 )

@@ -540,6 +540,7 @@ def write_wrong_text(run: Path) -> None:
     (None, ["--trace", "dem"], 2, "--trace: unknown trace dem: did you mean demo?"),
     (None, ["-p", "snapvk"], 2, "-p: unknown policy snapvk: did you mean snapkv?"),
     (None, ["-b", "0.4"], 2, "-b: unknown budget: expected 0.1, found 0.4"),
+    (None, ["--theme", "dark"], 2, "report: unknown option: expected an option of kvreplay report --help, found"),
     (None, ["--text"], 2, "report: unknown option --text: did you mean --no-text?"),
     (None, ["--trase", "demo"], 2, "report: unknown option --trase: did you mean --trace?"),
     (None, ["-o", "/proc/no/page.html"], 3, "/proc/no: cannot be written"),

@@ -53,6 +53,7 @@ def test_dry_run(capsys, operands: list[str], tmp_path: Path) -> None:
         ),
         (["--executor", "slurm"], "--memory: required with --executor slurm: expected memory per task, as 8GiB"),
         (["--force"], "--force: a sweep cannot overwrite results: expected another folder"),
+        (["--resume"], "--resume: unknown option: expected the command without it, which keeps finished tasks"),
         (["--protect", "sinks=4,recant=9"], "--protect: unknown parameter: expected one of sinks, recent, found"),
         (["-p", "snapvk"], "snapvk: unknown policy: did you mean snapkv?"),
     ],

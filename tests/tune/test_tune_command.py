@@ -416,8 +416,8 @@ REFUSALS = [
     (["-p", "snapkv", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected two or more policies, found 1"),
     (["-p", "snapkv", "-p", "h2o", "-b", "16"], 2, "-p: policies to tune: expected one policy, or --ranges, found 2"),
     (["-p", "full", "-b", "16", "--search", "store=exact|quantised"], 2, "full: "),
-    (["-p", "snapkv", "-b", "16", "--protect", "sinks=4"], 2, "tune: unknown option: expected an option of --help, "
-                                                              "found"),
+    (["-p", "snapkv", "-b", "16", "--protect", "sinks=4"], 2,
+     "tune: unknown option: expected an option of kvreplay tune --help, found"),
     (["-p", "h2o:protect=sinks=4,recent=4", "-b", "16"], 2, "h2o:protect: missing parentheses: expected (sinks=4,rec"),
     (["-p", "h2o:protect=(recent=10%)", "-b", "16", "--layers"], 2, "the number of protected tokens depends on the "
                                                                     "budget"),

@@ -113,8 +113,8 @@ class Parser(argparse.ArgumentParser):
                 return
             name = word.partition("=")[0]
             if word.startswith("--") and name not in known and previous not in takes_value:
-                near = difflib.get_close_matches(name, known, 1)
-                expected = f"{SUGGESTION}{near[0]}?" if near else "an option of --help"
+                near = difflib.get_close_matches(name[2:], [one[2:] for one in known if one.startswith("--")], 1)
+                expected = f"{SUGGESTION}--{near[0]}?" if near else f"an option of {self.prog} --help"
                 raise Error(self.command, "unknown option", expected, name, Refusal.USAGE)
             previous = word
 

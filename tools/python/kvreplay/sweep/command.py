@@ -53,6 +53,10 @@ def sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The exit code."""
     if "--force" in rest:
         raise Error("--force", "a sweep cannot overwrite results", "another folder", "", Refusal.USAGE)
+    if "--resume" in rest:
+        raise Error(
+            "--resume", "unknown option", "the command without it, which keeps finished tasks", "", Refusal.USAGE
+        )
     place = wanted(arguments)
     words = [*rest, *(["-o", str(arguments.output)] if arguments.output else []), *place.allowance.words(0)]
     if not (arguments.emit or arguments.dry_run):
