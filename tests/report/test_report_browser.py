@@ -251,7 +251,7 @@ def test_a_curve_has_units_and_says_whom_no_budget_binds(page, real, look):
             choose(window, layer_metric="recall")
         said = window.inner_text(f"#{chart} .free")
         assert said == "Dash and two dots: not at equal memory: kivi, sca, (full)."
-        lines = f"#{chart} button:has([stroke-dasharray='9 3 2 3 2 3'])"
+        lines = f"#{chart} button:has([stroke-dasharray='2 3 9 3 2 3'])"
         dashed = window.eval_on_selector_all(lines, "all => all.map((one) => one.dataset.label)")
         assert sorted(dashed) == ["full", "kivi", "sca"]
     choose(window, layer_metric="kept")

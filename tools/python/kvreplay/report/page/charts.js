@@ -165,7 +165,7 @@ function drawLines(box, series, axis) {
   series = passing;
   const [count, unit] = unitFor(axis.units, series.flatMap((one) => one.points.map(({ y }) => y)));
   series = series.map((one) => ({ ...one,
-    dashes: one.free ? "9 3 2 3 2 3" : dashesOf(policyOf.get(one.label)),
+    dashes: one.free ? "2 3 9 3 2 3" : dashesOf(policyOf.get(one.label)),
     points: one.points.map(({ x, y, text, isOnFront }) => ({ x, y: y * count, isOnFront,
       words: `${axis.name(x)}, ${text ?? `${brief(y * count)} ${unit}`.trim()}` })) }));
   const drawn = series.filter((one) => !hidden.has(one.label));
