@@ -832,7 +832,7 @@ def test_tables_are_copied_as_markdown_latex_and_csv(page, real, look):
         .astype(float)
     )
     for label, value in table["attention_recall"].items():
-        policy = label.strip("()").partition(":")[0]
+        policy = label.partition(":")[0]
         assert value in recall.loc[[policy]].to_list()  # in full precision
     assert len(table) == 9
     *lines, blank, about = copied("Markdown").splitlines()

@@ -66,7 +66,7 @@ function rowOf(cell) {
     { "data-value": value ?? "", ...(best && { class: "best" }) }, text,
     make("span", { class: "mark" }, best ? "*" : "\u00a0")));
   return make("tr", { class: cell.role, "data-label": cell.label, onmousedown: keepSelection,
-    onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, make("th", { scope: "row" }, name),
+    onclick: (event) => selectPolicy(cell.label, event.shiftKey) }, make("th", { scope: "row", "data-value": cell.label }, name),
     make("td", {}, cell.heads), ...values);
 }
 
