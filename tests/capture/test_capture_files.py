@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from tiny_models import SIZES, character_tokenizer
 
 from kvreplay.capture.command import main, parser
@@ -241,6 +242,40 @@ def test_incomplete_weights_are_refused_before_torch_is_imported(model_folder: F
             f"kvreplay: --model: {weights}: expected a complete safetensors file (git lfs pull, or download it again), "
             f"found {found}\n"
         )
+
+
+def test_an_incomplete_gguf_file_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    model = tmp_path / "tiny.gguf"
+    writer = GGUFWriter(model, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc"])
+    writer.add_array("tokenizer.ggml.token_type", [1, 1])
+    writer.add_tensor("quantised", np.zeros((3, 34), np.uint8), raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.add_tensor("output_norm.weight", np.zeros(32, np.float32))
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    writer.close()
+    whole = model.read_bytes()
+    Source.parse(str(model)).require_model()
+    last = max(GGUFReader(model).tensors, key=lambda tensor: tensor.data_offset)
+    end = int(last.data_offset + last.n_bytes)
+    for damaged, found in (
+        (whole[: end - 1], f"{end - 1:,} bytes of {end:,}"),
+        (whole[:40], "40 bytes of another format"),
+        (whole[:16] + b"\xff" * 8 + whole[24:], f"{len(whole):,} bytes of another format"),
+    ):
+        model.write_bytes(damaged)
+        command = [sys.executable, "-c", WITHOUT_TORCH, *words(model, tmp_path / "t.h5")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (3, (
+            f"kvreplay: --model: {model}: expected a complete gguf file (git lfs pull, or download it again), "
+            f"found {found}\n"
+        ))  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"weight_map": 1}', '{"weight_map": {"a": 1}}', "{}"])

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvreplay.errors import Error
 
@@ -47,6 +47,7 @@ class Source:
             with open(path, "rb") as file:
                 if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
                     raise Error("--model", self.name, "a GGUF file", "a file of another format")
+            _require_whole(path)
         elif path.is_dir():
             if not (path / "config.json").is_file():
                 raise Error(
@@ -108,19 +109,33 @@ class Source:
 
 
 def _require_whole(weights: Path) -> None:
-    """Rejects a file that is missing, or a safetensors file that ends before its numbers do."""
+    """Rejects a file that is missing, or a safetensors or GGUF file that ends before its numbers do."""
     if not weights.is_file():
         raise Error("--model", str(weights), "a file with weights", "no such file")
-    if weights.suffix != ".safetensors":
+    if weights.suffix not in (".safetensors", ".gguf"):
         return
     size, whole = weights.stat().st_size, -1
-    with open(weights, "rb") as file:
-        header = int.from_bytes(file.read(8), "little")  # the format: bytes of the JSON behind these 8
-        if 8 + header <= size:
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                tensors = json.loads(file.read(header))
-                ends = (one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__")
-                whole = 8 + header + max(ends, default=0)
+    damaged = (ValueError, KeyError, TypeError, AttributeError, EOFError, OverflowError, MemoryError)
+    with open(weights, "rb") as file, suppress(*damaged):
+        whole = (_length_of_safetensors if weights.suffix == ".safetensors" else _length_of_gguf)(file, size)
     if size != whole:
-        raise Error("--model", str(weights), "a complete safetensors file (git lfs pull, or download it again)",
-                    f"{size:,} bytes" + (f" of {whole:,}" if whole > 0 else " of another format"))  # fmt: skip
+        wanted = f"a complete {weights.suffix[1:]} file (git lfs pull, or download it again)"
+        found = f"{size:,} bytes" + (f" of {whole:,}" if whole > 0 else " of another format")
+        raise Error("--model", str(weights), wanted, found)
+
+
+def _length_of_safetensors(file: BinaryIO, size: int) -> int:
+    """Bytes of the complete file by its header; the file has `size`."""
+    header = int.from_bytes(file.read(8), "little")  # the format: bytes of the JSON behind these 8
+    if 8 + header > size:
+        raise EOFError
+    tensors = json.loads(file.read(header))
+    ends = (one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__")
+    return 8 + header + max(ends, default=0)
+
+
+def _length_of_gguf(file: BinaryIO, size: int) -> int:
+    """The same of a GGUF file, which may end with padding. transformers reads its tokens for seconds beforehand."""
+    from kvreplay.capture import gguf_header
+
+    return max(size, gguf_header.length_of(file))
