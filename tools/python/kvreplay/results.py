@@ -842,6 +842,6 @@ def told_apart(live: pd.DataFrame) -> pd.DataFrame:
 
 def labels(table: pd.DataFrame) -> pd.Series:
     """The label of each row's policy, as `run_names.labels_of`."""
-    cells = list(table[list(LABELLED)].itertuples(index=False, name=None))
+    cells = list(table[list(LABELLED)].astype(object).itertuples(index=False, name=None))  # str columns iterate slowly
     names = labels_of(cells)
     return pd.Series([names[cell] for cell in cells], index=table.index, dtype=str)

@@ -75,7 +75,7 @@ def headline_values(run: Run, traces: Sequence[str]) -> tuple[Cells, Cells]:
         if (trace, cell) in run.select_seconds:
             whole[trace, cell][table.SELECT] = run.select_seconds[trace, cell]
     names = ["trace", "cell", "layer", "metric", "variant", "value"]
-    for trace, cell, layer, metric, variant, value in rows[names].itertuples(index=False, name=None):
+    for trace, cell, layer, metric, variant, value in rows[names].astype(object).itertuples(index=False, name=None):
         if (metric, variant) not in metrics or (metric, variant) == table.KEPT or not math.isfinite(value):
             continue
         if layer == "all":
