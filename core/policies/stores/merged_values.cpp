@@ -41,8 +41,8 @@ struct Merge {
 
 // Limits of the queries whose attention is computed at once: their distance, since each also sees the tokens between
 // the first of them and itself, and the bytes of the result.
-constexpr std::int32_t steps_at_once = 64;
-constexpr std::size_t attention_bytes = std::size_t{32} << 20;
+constexpr std::int32_t steps_at_once = 128;
+constexpr std::size_t attention_bytes = std::size_t{64} << 20;
 
 /// The first `most` numbers behind each of several, which are asked for from the last to the first and are not among
 /// them; all are less than `end`.
