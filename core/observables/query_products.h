@@ -1,4 +1,4 @@
-// Products of one query with many keys, for policies that rank keys query by query.
+// Products of one query with many keys, and equal codes of both, for policies that rank keys query by query.
 //
 // Host code: O(n d) for a query and head.
 #pragma once

@@ -1,4 +1,5 @@
-// The softmax of a row of logits, and noise for them. Last bits depend on the SIMD level (cpu/elementary_kernels.h).
+// The softmax of a row of logits, noise for them, and counts of large weights. Last bits depend on the SIMD level
+// (cpu/elementary_kernels.h).
 #pragma once
 
 #include <cstdint>

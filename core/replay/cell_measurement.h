@@ -30,7 +30,7 @@ class CellMeasurement {
     bool is_general() const { return stored || evolving || positions == Positions::cache || selection->reads.weights; }
   };
 
-  /// What the queries of cells read that are the same policy's: scores are found once for all of its budgets.
+  /// Enters what the queries of cells read. Those of one policy are scored once for all of its budgets.
   void find_reads(const LayerView& view, bool second_walk);
   Measured prepared(const Job& job, const LayerView& view, const std::map<int, PairedLayer>& paired) const;
   void measure_in_blocks(const LayerView& view, std::vector<Measured>& to_measure);
