@@ -83,8 +83,7 @@ LOSSES = ["kv_l1_loss", *(f"kv_l1_loss:{one}" for one in ("key", "value", "rho",
 # H2O keeps 8 recent tokens in the code behind the paper's tables.
 tenth = page.replay(
     "tenth", every, [name.replace("h2o:", "h2o:recent=8,") for name in asked], ["0.1"],
-    "--controls", "twins", "--metrics",
-    ",".join(["attention_recall", "output_error", "jaccard_adjacent:first", *COSINES, *LOSSES]),
+    "--controls", "twins", "--metrics", ",".join(["attention_recall", "output_error", *COSINES, *LOSSES]),
 )  # fmt: skip
 layers = tenth.trace(every[0].stem).layers
 shown = traces("question")[0].stem
@@ -102,7 +101,7 @@ for (name, title), policies in zip(titles.items(), (PUBLISHED, SHARED), strict=T
 
 # %%
 unpooled = page.replay("unpooled", every, ["snapkv:pool=none,heads=query", "snapkv:pool=none,heads=layer"], ["0.1"],
-                       "--metrics", "attention_recall,jaccard_adjacent:first")  # fmt: skip
+                       "--metrics", "attention_recall")  # fmt: skip
 adjacent = values(tenth, "jaccard_adjacent:first")
 bare = values(unpooled, "jaccard_adjacent:first")
 PAPER_ADJACENT = pd.DataFrame(
@@ -440,8 +439,7 @@ def by_parameter(lines: pd.Series, name: str) -> pd.Series:
 
 
 sizes = page.replay("chunk-size", every, [f"chunkkv:chunk={size}" for size in SIZES], ["0.1", "0.2", "0.3"],
-                    "--metrics", "attention_recall,output_error,jaccard_adjacent:first",
-                    "--detail", "summary")  # fmt: skip
+                    "--metrics", "attention_recall,output_error", "--detail", "summary")  # fmt: skip
 share = {"0.1": "10 %", "0.2": "20 %", "0.3": "30 %"}
 panels = {"LongBench, LLaMA-3-8B (paper)": "score", "attention": "attention recall", "attention output": "output error",
           "adjacent layers": "Jaccard similarity"}  # fmt: skip

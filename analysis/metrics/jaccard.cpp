@@ -139,7 +139,7 @@ const RegisteredMetric jaccard_matrix_metric{{
 
 const RegisteredMetric jaccard_adjacent_metric{{
     .name = "jaccard_adjacent",
-    .summary = "Jaccard similarity of the kept sets of adjacent layers",
+    .summary = "Jaccard similarity of the kept sets of adjacent layers; always computed",
     .unit = "share",
     .formula = "mean over l of J(l,l+1); independent uniformly random sets with a kept share f give f / (2 - f)",
     .source = "ChunkKV, Table 3",

@@ -232,6 +232,8 @@ std::vector<MetricName> metrics_of_trace(std::span<const MetricName> asked, std:
     }
   };
   for (const MetricName& name : asked) add(name);
+  for (const MetricVariant& variant : metrics().get("jaccard_adjacent").variants)
+    add({"jaccard_adjacent", variant.name});
   if (names.contains({"attention_recall", ""})) add({"attention_recall", "oracle"});
   return {names.begin(), names.end()};
 }

@@ -489,7 +489,7 @@ def test_every_column_that_was_not_measured_is_named_at_once(tmp_path: Path) -> 
     answer = kvreplay("show", "out", "--columns", "skill,recall,needle", folder=tmp_path)
     assert (answer.code, answer.err) == (2, (
         "kvreplay: --columns: not measured in this run (skill needs replay --controls twins): expected some of kept, "
-        "recall, out.err, select, found skill, needle\n"
+        "recall, out.err, jaccard, select, found skill, needle\n"
     ))  # fmt: skip
 
 

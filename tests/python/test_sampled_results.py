@@ -13,24 +13,19 @@ from program import WITH_PYTHON, done, kvreplay
 import kvreplay as kv
 
 OPTIONS = {"controls": "none", "metrics": "attention_recall"}
-WITH_SETS = OPTIONS | {"metrics": "attention_recall,jaccard_adjacent"}  # a metric of kept sets alone
-
-
-def words_of(options: dict[str, str]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", value)]
+WORDS = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
 
 
 @pytest.fixture(scope="module")
 def written(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of results from 6 of the 12 eval queries."""
     folder = tmp_path_factory.mktemp("sampled")
-    done("replay", small, "-p", "snapkv,h2o", "-b", "40", *words_of(WITH_SETS), "--sample", "queries=6",
-         "-o", "out", folder=folder)  # fmt: skip
+    done("replay", small, "-p", "snapkv,h2o", "-b", "40", *WORDS, "--sample", "queries=6", "-o", "out", folder=folder)
     return folder / "out"
 
 
 def test_a_run_in_memory_has_the_rows_of_the_folder(small: Path, written: Path) -> None:
-    run = kv.replay(small, ["snapkv", "h2o"], 40, sample="queries=6", **WITH_SETS)
+    run = kv.replay(small, ["snapkv", "h2o"], 40, sample="queries=6", **OPTIONS)
     stored = kv.Run(written)
     pd.testing.assert_frame_equal(run.results, stored.results)
     assert (run.folder / "results.csv").read_bytes() == (written / "results.csv").read_bytes()
@@ -71,7 +66,7 @@ def test_samples_differ_between_traces_and_not_between_runs() -> None:
 def test_all_kinds_of_samples_are_named(tmp_path: Path) -> None:
     shape = ["--layers", "4", "--query-heads", "8", "--kv-heads", "4", "--head-dim", "8", "--prompt", "90"]
     done("synth", "gaussian", "-o", "t.h5", *shape, folder=tmp_path)
-    words = ["-p", "snapkv", "-b", "0.1", *words_of(OPTIONS), "--sample", "layers=2,heads=2"]
+    words = ["-p", "snapkv", "-b", "0.1", *WORDS, "--sample", "layers=2,heads=2"]
     done("replay", "t.h5", *words, "-o", "out", folder=tmp_path)
     run = kv.Run(tmp_path / "out")
     [sample] = set(run.results["sample"])
