@@ -29,11 +29,14 @@ def test_the_same_numbers_and_bytes_as_the_command(run: kv.Run, tmp_path: Path) 
     drawing.save(tmp_path / "b.svg")
     assert (tmp_path / "b.svg").read_bytes() == (tmp_path / "a.svg").read_bytes()
     assert drawing._repr_svg_() == (tmp_path / "b.svg").read_text(encoding="utf-8")
+    of_folder = kv.figure("curve", str(run.folder), policies=["h2o", "snapkv"], budgets=0.5, metric="output_cosine")
+    assert of_folder.data.equals(drawing.data)
 
 
 def test_the_caption_of_a_paper_is_a_note(run: kv.Run) -> None:
     notes = kv.figure("curve", run, budget=[0.25, 0.5], style="paper").notes
     assert [note for note in notes if note.startswith("caption: ") and "Open loop" in note] == list(notes)
+    assert f". {run.cells['model'].iloc[0]}, " in notes[0]  # as it is written
 
 
 def test_another_file_format_is_refused(run: kv.Run, tmp_path: Path) -> None:

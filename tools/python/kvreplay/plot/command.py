@@ -259,8 +259,9 @@ def plot(arguments: argparse.Namespace) -> list[Path]:
     return [*written, *([arguments.data] if arguments.data else [])]
 
 
-def figure(kind: str, source: Run | Trace, **options: Any) -> Drawing:
+def figure(kind: str, source: Run | Trace | str | Path, **options: Any) -> Drawing:
     """Draws a figure of a run, as `kvreplay plot KIND RUN` does, without writing files; `similarity` also of a trace.
+    A path is that of a run's folder.
 
     `options`: long names of the command's selection options (policies, budgets, trace, metric, layer, head …), each
     with one value or several, `title`, `style` and `width`. The result is shown in notebooks. Its `figure` is
@@ -270,6 +271,7 @@ def figure(kind: str, source: Run | Trace, **options: Any) -> Drawing:
     Raises Error for invalid arguments, as the command does.
     """
     from kvreplay.plot.trace_file import TraceFile
+    from kvreplay.results import Run
     from kvreplay.trace import Trace
 
     words = [kind, "SOURCE"]
@@ -286,6 +288,8 @@ def figure(kind: str, source: Run | Trace, **options: Any) -> Drawing:
         if source.in_memory:
             raise Error("figure", "trace in memory", "a trace that was opened from a file", "", Refusal.USAGE)
         source = TraceFile(source.path)
+    elif not isinstance(source, Run):
+        source = Run(Path(source))
     return drawn(arguments, source)
 
 

@@ -87,7 +87,8 @@ class Choice:
         if not self.paper:
             texts = {"title": self.title or title, "subtitle": subtitle, "caption": caption}
             return Sheet(*grid, width=self.page_width, **room, **texts)
-        texts = [text[0].upper() + text[1:] for text in (title, subtitle, caption) if text]
+        texts = [text[0].upper() + text[1:] for text in (title, subtitle) if text]
+        texts += [caption] if caption else []  # which begins with the name of a model
         self.notes.append("caption: " + ". ".join(texts))
         return Sheet(*grid, width=self.page_width, margin=0.02, title=self.title, **room)
 
