@@ -117,6 +117,7 @@ void perturb(std::uint64_t chain, const std::int32_t* x, float tau, float* logit
 void add_gumbel_noise(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits) {
   std::ptrdiff_t i = 0;
   for (; i + noise_at_once <= n; i += noise_at_once) perturb(chain, x + i, tau, logits + i);
+  if (i == n) return;
   std::int32_t last[noise_at_once] = {};
   float rest[noise_at_once] = {};
   std::copy_n(x + i, n - i, last);

@@ -163,13 +163,22 @@ bool compute_rows(const TileKernels& kernels, std::span<LogitRow> rows) {
   return all_finite();
 }
 
+namespace {
+
+/// Of the exponentials of a row and of the sink logit.
+double sum_with_sink(const LogitRow& row, double sink) {
+  return row.sum + sink_weight(sink * std::numbers::log2e, static_cast<double>(row.reference));
+}
+
+}  // namespace
+
 void add_softmax(const TileKernels& kernels, const LogitRow& row, double weight, double sink, double* sums) {
-  const double sum = row.sum + sink_weight(sink * std::numbers::log2e, static_cast<double>(row.reference));
+  const double sum = sum_with_sink(row, sink);
   if (sum > 0.0) kernels.add_row_shares(row, static_cast<float>(weight / sum), sums);
 }
 
 void raise_to_softmax(const TileKernels& kernels, const LogitRow& row, double sink, double* largest) {
-  const double sum = row.sum + sink_weight(sink * std::numbers::log2e, static_cast<double>(row.reference));
+  const double sum = sum_with_sink(row, sink);
   if (sum > 0.0) kernels.raise_to_row_shares(row, static_cast<float>(1.0 / sum), largest);
 }
 

@@ -45,7 +45,7 @@ std::vector<std::int32_t> positions_of(const PassTokens& read) {
   return positions;
 }
 
-/// The keys that a piece reads: of the prompt, and those of its own pass, which stand behind it.
+/// The keys that a piece reads: keys of the prompt, and after them the keys of its pass.
 class KeysOfPiece {
  public:
   KeysOfPiece(const LayerView& view, const Piece& piece, const PassTokens& read)
@@ -110,8 +110,8 @@ class KeysOfPiece {
     const int lowest = view_.tensors().first_visible(view_.prompt() + number);
     // Of positions in their order those behind the window come first.
     const auto unseen = static_cast<int>(std::ranges::lower_bound(positions_, lowest) - positions_.begin());
-    const int unseen_of_pass = std::max(0, lowest - view_.prompt());
-    LogitRow row{logits, exponentials, unseen + unseen_of_pass, of_prompt + number + 1};
+    if (unseen == of_prompt) return;
+    LogitRow row{logits, exponentials, unseen, of_prompt + number + 1};
     if (!compute_rows(kernels_, std::span(&row, 1)))
       throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
     row.first = std::max(row.first, read_.sinks);

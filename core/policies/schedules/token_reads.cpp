@@ -52,15 +52,11 @@ class TokenReadSchedule final : public SparseReads {
   static std::vector<KeptSet> tokens_read(const TokenReads& always, const ReadTokens& read, const TokenIndex& index,
                                           const LayerView& view, int query, std::span<const int> budgets) {
     std::vector<VisibleTokens> of_budgets;
-    int first_scored = view.prompt(), end_scored = 0;
-    for (const int budget : budgets) {
-      const VisibleTokens& visible = of_budgets.emplace_back(always, view, query, read ? view.prompt() : budget);
-      if (!visible.selects()) continue;
-      first_scored = std::min(first_scored, visible.ranked);
-      end_scored = std::max(end_scored, visible.local);
-    }
-    Matrix scores;  // of what any budget ranks
-    if (first_scored < end_scored) scores = index.scores(query, first_scored, end_scored);
+    for (const int budget : budgets) of_budgets.emplace_back(always, view, query, read ? view.prompt() : budget);
+    // A budget that has room beside sinks and local tokens ranks the tokens between them, whatever it is.
+    Matrix scores;
+    const auto selecting = std::ranges::find_if(of_budgets, &VisibleTokens::selects);
+    if (selecting != of_budgets.end()) scores = index.scores(query, selecting->ranked, selecting->local);
     std::vector<KeptSet> all(budgets.size(), KeptSet(Heads::query, view.query_heads(), view.prompt()));
     for (std::size_t i = 0; i < budgets.size(); ++i) {
       const VisibleTokens& visible = of_budgets[i];
@@ -68,10 +64,8 @@ class TokenReadSchedule final : public SparseReads {
         all[i].keep(head, visible.first, visible.sinks);
         all[i].keep(head, visible.local, visible.end);
         if (!visible.selects()) continue;
-        const std::span<const double> ranked =
-            scores.row(head).subspan(static_cast<std::size_t>(visible.ranked - first_scored),
-                                     static_cast<std::size_t>(visible.local - visible.ranked));
-        for (const std::int32_t token : read ? read(ranked) : largest(ranked, visible.best))
+        const std::span<const double> of_head = scores.row(head);
+        for (const std::int32_t token : read ? read(of_head) : largest(of_head, visible.best))
           all[i].keep(head, visible.ranked + token);
       }
     }
