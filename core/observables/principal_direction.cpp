@@ -5,27 +5,22 @@
 
 #include "attention/softmax_keys.h"
 #include "float_types.h"
+#include "observables/vector_statistics.h"
 #include "parallel.h"
 
 namespace kvreplay {
 namespace {
 
-/// [d]: of one head, the queries being rows `stored`.
-std::vector<double> direction_of(const TensorView& queries, int head, std::span<const int> stored) {
-  const auto dim = static_cast<std::size_t>(queries.dim);
-  std::vector<double> gram(dim * dim), mean(dim), query(dim);
-  for (const int row : stored) {
-    read_row(queries, head, row, query);
-    for (std::size_t c = 0; c < dim; ++c) mean[c] += query[c];
-    for (std::size_t a = 0; a < dim; ++a)
-      for (std::size_t b = a; b < dim; ++b) gram[a * dim + b] += query[a] * query[b];
+/// [d]: of the queries of one head and their sum of q q'.
+std::vector<double> direction_of(const Vectors& queries, int head, std::span<const double> products) {
+  std::vector<double> direction = first_eigenvector({products.begin(), products.end()}, queries.dim);
+  std::vector<double> sum(direction.size()), query(direction.size());
+  for (int i = 0; i < queries.count; ++i) {
+    queries.read(head, i, query);
+    for (std::size_t c = 0; c < query.size(); ++c) sum[c] += query[c];
   }
-  for (std::size_t a = 0; a < dim; ++a)
-    for (std::size_t b = 0; b < a; ++b) gram[a * dim + b] = gram[b * dim + a];
-
-  std::vector<double> direction = first_eigenvector(std::move(gram), queries.dim);
   double projection = 0;
-  for (std::size_t c = 0; c < dim; ++c) projection += mean[c] * direction[c];
+  for (std::size_t c = 0; c < sum.size(); ++c) projection += sum[c] * direction[c];
   if (projection < 0)
     for (double& x : direction) x = -x;
   return direction;
@@ -36,10 +31,15 @@ std::vector<double> direction_of(const TensorView& queries, int head, std::span<
 Matrix principal_directions(const LayerTensors& layer, std::span<const std::int32_t> positions, int threads) {
   std::vector<int> stored;
   for (const std::int32_t position : positions) stored.push_back(stored_query(layer, position));
+  const Vectors queries{layer.q.heads, static_cast<int>(stored.size()), layer.q.dim,
+                        [&](int head, int i, std::span<double> query) {
+                          read_row(layer.q, head, stored[static_cast<std::size_t>(i)], query);
+                        }};
+  const Matrix products = product_sums(queries, {}, {}, threads);
   Matrix directions(layer.q.heads, layer.q.dim);
-  all_side_by_side(threads, static_cast<std::size_t>(layer.q.heads), [&](std::size_t head) {
-    std::ranges::copy(direction_of(layer.q, static_cast<int>(head), stored),
-                      directions.row(static_cast<int>(head)).begin());
+  all_side_by_side(threads, static_cast<std::size_t>(layer.q.heads), [&](std::size_t number) {
+    const auto head = static_cast<int>(number);
+    std::ranges::copy(direction_of(queries, head, products.row(head)), directions.row(head).begin());
   });
   return directions;
 }

@@ -93,14 +93,22 @@ Centre centre_of(const Vectors& vectors, int threads) {
   return centre;
 }
 
-/// The upper triangle of the sum of x x' over some vectors, added to `sums` [d, d].
-void add_products(const double* some, std::size_t dim, double* sums) {
-  std::vector<double> row(dim);
-  for (std::size_t r = 0; r < dim; ++r) {
-    std::ranges::fill(row, 0.0);
-    for (std::size_t lane = 0; lane < lanes; ++lane)
-      for (std::size_t c = r; c < dim; ++c) row[c] += some[lane * dim + r] * some[lane * dim + c];
-    for (std::size_t c = r; c < dim; ++c) sums[r * dim + c] += row[c];
+/// The upper triangle of Σ w x x' over some vectors with their weights, added to `sums` [d, d].
+void add_products(const CombinationKernels& kernels, const double* some, std::span<const double, lanes> weights,
+                  std::size_t dim, std::span<double> sums) {
+  constexpr std::size_t rows = 4;
+  std::array<double, rows * lanes> factors;
+  std::vector<double> products(rows * dim);
+  for (std::size_t first = 0; first < dim; first += rows) {
+    const std::size_t end = std::min(first + rows, dim), column = first / lanes * lanes;  // whole vectors of columns
+    for (std::size_t r = first; r < end; ++r)
+      for (std::size_t lane = 0; lane < lanes; ++lane)
+        factors[(r - first) * lanes + lane] = weights[lane] * some[lane * dim + r];
+    kernels.lists_of_doubles(factors.data(), static_cast<int>(end - first), lanes, some + column,
+                             static_cast<std::ptrdiff_t>(dim), static_cast<int>(dim - column), products.data(),
+                             static_cast<std::ptrdiff_t>(dim));
+    for (std::size_t r = first; r < end; ++r)
+      for (std::size_t c = r; c < dim; ++c) sums[r * dim + c] += products[(r - first) * dim + c - column];
   }
 }
 
@@ -125,27 +133,38 @@ void evaluate(const CombinationKernels& kernels, std::span<const double> matrix,
 
 }  // namespace
 
-VectorMoments moments_of(const Vectors& vectors, int threads) {
+Matrix product_sums(const Vectors& vectors, const Matrix& weights, const Centre& centre, int threads) {
   const std::size_t dim = at(vectors.dim);
+  const CombinationKernels& kernels = combination_kernels();
+  const auto add = [&](int head, int begin, int end, std::span<double> sums) {
+    const std::span<const double> of_head = row_or_none(weights, head);
+    std::vector<double> some(dim * lanes);
+    std::array<double, lanes> of_some;
+    of_some.fill(1.0);
+    for (int i = begin; i < end; i += lanes) {
+      const int count = std::min(lanes, end - i);
+      read_some(vectors, head, i, i + count, centre, some);
+      if (!of_head.empty()) std::ranges::copy(of_head.subspan(at(i), at(count)), of_some.begin());
+      add_products(kernels, some.data(), of_some, dim, sums);
+    }
+  };
+  Matrix sums = summed(vectors, vectors.dim * vectors.dim, threads, add);
+  for (int head = 0; head < vectors.heads; ++head) {
+    const std::span<double> square = sums.row(head);
+    for (std::size_t r = 0; r < dim; ++r)
+      for (std::size_t c = 0; c < r; ++c) square[r * dim + c] = square[c * dim + r];
+  }
+  return sums;
+}
+
+VectorMoments moments_of(const Vectors& vectors, int threads) {
   VectorMoments moments;
   moments.centre = centre_of(vectors, threads);
   moments.mean = moments.centre.origin;
   for (std::size_t i = 0; i < moments.mean.values().size(); ++i)
     moments.mean.values()[i] += moments.centre.offset.values()[i];
-  const auto add_squares = [&](int head, int begin, int end, std::span<double> sums) {
-    std::vector<double> some(dim * lanes);
-    for (int i = begin; i < end; i += lanes) {
-      read_some(vectors, head, i, std::min(i + lanes, end), moments.centre, some);
-      add_products(some.data(), dim, sums.data());
-    }
-  };
-  moments.covariance = summed(vectors, vectors.dim * vectors.dim, threads, add_squares);
+  moments.covariance = product_sums(vectors, {}, moments.centre, threads);
   divide(moments.covariance, vectors.count);
-  for (int head = 0; head < vectors.heads; ++head) {
-    const std::span<double> square = moments.covariance.row(head);
-    for (std::size_t r = 0; r < dim; ++r)
-      for (std::size_t c = 0; c < r; ++c) square[r * dim + c] = square[c * dim + r];
-  }
   return moments;
 }
 

@@ -37,6 +37,9 @@ struct VectorMoments {
 
 VectorMoments moments_of(const Vectors& vectors, int threads);
 
+/// [heads, d * d]: Σ_i w_i y_i y_i' of y = x - c, with weights [heads, count]; no weights are 1, no centre is 0.
+Matrix product_sums(const Vectors& vectors, const Matrix& weights, const Centre& centre, int threads);
+
 /// [heads, count]: ‖x‖².
 Matrix squared_lengths(const Vectors& vectors, int threads);
 

@@ -113,6 +113,38 @@ TEST_P(KeysAndQueries, MomentsAreThoseOfWhatIsUnrotated) {
   }
 }
 
+TEST(ProductSums, WeighTheProductsOfDifferencesFromACentre) {
+  for (const int dim : {1, 3, 8, 13, 21}) {
+    const int count = 43;
+    const auto number = [&](int head, int i, std::size_t c) { return gaussian(chain(dim, head, i, c), chain(c, i)); };
+    const Vectors vectors{2, count, dim, [&](int head, int i, std::span<double> x) {
+                            for (std::size_t c = 0; c < x.size(); ++c) x[c] = number(head, i, c);
+                          }};
+    Matrix weights(2, count);
+    for (std::size_t i = 0; i < weights.values().size(); ++i) weights.values()[i] = static_cast<double>(i % 7) - 2;
+    Centre centre{.origin = Matrix(2, dim), .offset = Matrix(2, dim)};
+    for (std::size_t c = 0; c < centre.origin.values().size(); ++c) {
+      centre.origin.values()[c] = 0.25 * static_cast<double>(c);
+      centre.offset.values()[c] = -0.125;
+    }
+    const Matrix weighted = product_sums(vectors, weights, centre, 2), plain = product_sums(vectors, {}, {}, 2);
+    for (int head = 0; head < 2; ++head)
+      for (int r = 0; r < dim; ++r)
+        for (int c = 0; c < dim; ++c) {
+          double of_weighted = 0, of_plain = 0;
+          for (int i = 0; i < count; ++i) {
+            const double x = number(head, i, static_cast<std::size_t>(r)),
+                         y = number(head, i, static_cast<std::size_t>(c));
+            const double from_x = 0.25 * (head * dim + r) - 0.125, from_y = 0.25 * (head * dim + c) - 0.125;
+            of_weighted += weights(head, i) * (x - from_x) * (y - from_y);
+            of_plain += x * y;
+          }
+          EXPECT_NEAR(weighted(head, r * dim + c), of_weighted, 1e-9);
+          EXPECT_NEAR(plain(head, r * dim + c), of_plain, 1e-11);
+        }
+  }
+}
+
 TEST_P(KeysAndQueries, QueriesThatAreNotAllStoredAreFoundByTheirPositions) {
   const RandomLayer late({.tokens = 90, .first_stored_query = 20, .rope_pairs = 3, .interleaved = GetParam()});
   const LayerTensors stored = late.tensors();

@@ -62,37 +62,25 @@ struct CapKv {
     return weights;
   }
 
-  /// A^-1 of a query head, row by row.
-  Matrix inverse_capacity(const LayerView& view, int protected_sinks, int head, std::span<const double> weights) const {
-    const Vectors values = view.stored_values();
-    const int kv_head = head / view.group();
-    std::vector<double> value(static_cast<std::size_t>(values.dim));
-    Matrix capacity(values.dim, values.dim);
-    for (int j = protected_sinks; j < values.count; ++j) {
-      values.read(kv_head, j, value);
-      const double weight = weights[static_cast<std::size_t>(j)] + epsilon;
-      for (std::size_t r = 0; r < value.size(); ++r) {
-        const std::span<double> row = capacity.row(static_cast<int>(r));
-        for (std::size_t c = 0; c < value.size(); ++c) row[c] += weight * value[r] * value[c];
-      }
-    }
-    for (int i = 0; i < values.dim; ++i) capacity(i, i) += 1;
-    std::optional<Matrix> inverse = inverse_of_positive(capacity);
-    if (!inverse) throw Error{Refusal::input, "cap-kv", "the matrix of the values is singular", "smaller values"};
-    return *std::move(inverse);
-  }
-
   /// [Hq, n]: w_j v_j' A^-1 v_j.
   Matrix leverages(const LayerView& view, int protected_sinks) const {
     const Matrix of_keys = weights(view, protected_sinks);
-    const int dim = view.tensors().v.dim;
-    QuadraticForms forms{.matrices = Matrix(view.query_heads(), dim * dim)};
-    view.on_threads(static_cast<std::size_t>(view.query_heads()), [&](std::size_t number) {
-      const auto head = static_cast<int>(number);
-      const Matrix inverse = inverse_capacity(view, protected_sinks, head, of_keys.row(head));
-      std::ranges::copy(inverse.values(), forms.matrices.row(head).begin());
-    });
-    Matrix all = values_of(forms, view.stored_values(), view.backend().threads());
+    const Vectors values = view.stored_values();
+    const auto read = [&](int head, int j, std::span<double> value) { values.read(head / view.group(), j, value); };
+    Matrix summed = of_keys;
+    for (int head = 0; head < summed.rows(); ++head)
+      for (double& weight : summed.row(head).subspan(static_cast<std::size_t>(protected_sinks))) weight += epsilon;
+    QuadraticForms forms{.matrices = product_sums({view.query_heads(), values.count, values.dim, read}, summed, {},
+                                                  view.backend().threads())};
+    for (int head = 0; head < view.query_heads(); ++head) {
+      Matrix capacity(values.dim, values.dim);
+      std::ranges::copy(forms.matrices.row(head), capacity.values().begin());
+      for (int i = 0; i < values.dim; ++i) capacity(i, i) += 1;
+      const std::optional<Matrix> inverse = inverse_of_positive(capacity);
+      if (!inverse) throw Error{Refusal::input, "cap-kv", "the matrix of the values is singular", "smaller values"};
+      std::ranges::copy(inverse->values(), forms.matrices.row(head).begin());
+    }
+    Matrix all = values_of(forms, values, view.backend().threads());
     for (std::size_t i = 0; i < all.values().size(); ++i) all.values()[i] *= of_keys.values()[i];
     return all;
   }
