@@ -30,6 +30,12 @@ Number parse_number(const std::string& where, std::string_view text, const char*
   return value;
 }
 
+/// " x " -> "x".
+std::string_view without_blanks(std::string_view text) {
+  text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
+  return text.substr(0, text.find_last_not_of(' ') + 1);
+}
+
 std::string range_text(const IntRange& range) {
   if (range.up_to == UpTo::layers && range.least < 0) return "-L..L-1";
   const std::string most = range.up_to == UpTo::prompt                     ? "P"
@@ -59,7 +65,7 @@ std::vector<std::string_view> split_list(const std::string& where, std::string_v
   std::size_t begin = 0;
   for (std::size_t i = 0; i <= text.size() && depth >= 0 && depth <= deepest; ++i) {
     if (i == text.size() || (text[i] == ',' && depth == 0)) {
-      pieces.push_back(text.substr(begin, i - begin));
+      pieces.push_back(without_blanks(text.substr(begin, i - begin)));
       begin = i + 1;
     } else if (text[i] == '(') {
       ++depth;
@@ -73,8 +79,7 @@ std::vector<std::string_view> split_list(const std::string& where, std::string_v
   if (depth != 0) throw Error{Refusal::usage, where, "unbalanced parentheses", "", quoted(text)};
   for (const std::string_view piece : pieces)
     if (piece.empty())
-      throw Error{Refusal::usage, where, "empty list element", "a value beside each comma, without blanks",
-                  quoted(text)};
+      throw Error{Refusal::usage, where, "empty list element", "a value beside each comma", quoted(text)};
   return pieces;
 }
 

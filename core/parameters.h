@@ -177,8 +177,9 @@ double parse_real(const std::string& where, std::string_view text);
 /// A value as it stands in a list of KEY=VALUE: in parentheses where it would not end at the next comma.
 std::string list_value(std::string_view value);
 
-/// The pieces of a comma-separated list; commas inside parentheses do not separate. Throws Error{usage} at `where` for
-/// an empty piece, for parentheses that do not match and for more than 16 inside one another.
+/// The pieces of a comma-separated list, without the blanks around them; commas inside parentheses do not separate.
+/// Throws Error{usage} at `where` for an empty piece, for parentheses that do not match and for more than 16 inside one
+/// another.
 std::vector<std::string_view> split_list(const std::string& where, std::string_view text);
 
 }  // namespace kvreplay

@@ -13,7 +13,7 @@ from test_traces import PROGRAM
 
 USAGE, INPUT, CAPABILITY, RESOURCES = 2, 3, 4, 5
 
-EMPTY = "empty list element: expected a value beside each comma, without blanks"
+EMPTY = "empty list element: expected a value beside each comma"
 # Commands as one would type them in a folder with fixture.h5 (P 12, G 4, L 4), prompt.h5 (no continuation), late.h5
 # (P 32, G 4, only the last 8 queries), window.h5 (sliding windows only), norope.h5 (no RoPE), note.txt, files of
 # policies that cannot be meant, and the folder foreign/, which holds a file of somebody else.

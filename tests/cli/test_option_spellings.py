@@ -25,8 +25,26 @@ EQUAL_WORDS = [
 ]
 
 
+LISTS = (
+    ["-p", "knorm,h2o", "-b", "6,9", "--metrics", "attention_recall,output_error", "--save", "attention,scores"],
+    ["--compression-ratio", "0.25,0.5", "-p", "h2o"],
+)
+
+
 def planned(*words: str | Path, folder: Path) -> dict:
     return json.loads(done("replay", *words, "--dry-run", "--json", folder=folder))
+
+
+@pytest.mark.parametrize("words", LISTS)
+def test_blanks_around_list_elements_have_no_meaning(words, traces: Path, tmp_path: Path) -> None:
+    runs = {}
+    for name, separator in (("plain", ","), ("blanks", " , ")):
+        spelt = [word.replace(",", separator) for word in words]
+        done("replay", traces / "fixture.h5", *spelt, "--observables", "ignore", "-o", name, folder=tmp_path)
+        run = json.loads((tmp_path / name / "run.json").read_text())
+        results = (tmp_path / name / "results.csv").read_text()
+        runs[name] = run["options"], [cell["cell"] for cell in run["cells"]], results
+    assert runs["plain"] == runs["blanks"]
 
 
 @pytest.mark.parametrize("words, plain", EQUAL_WORDS)

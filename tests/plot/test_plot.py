@@ -1174,6 +1174,7 @@ def test_lines_break_behind_hyphens_of_words_and_none_is_empty(line, lines):
 
 
 def test_policy_lists_split_as_the_replay_command_splits_them():
+    assert split_policies(["h2o, knorm "]) == ["h2o", "knorm"]
     assert split_policies(["h2o,snapkv:window=32,kernel=5", "oracle:counts=(snapkv:window=8,kernel=3)"]) == [
         "h2o", "snapkv:window=32,kernel=5", "oracle:counts=(snapkv:window=8,kernel=3)"]  # fmt: skip
 

@@ -100,7 +100,7 @@ TEST_F(Experiments, FilesOfPoliciesLieBesideTheFile) {
   EXPECT_EQ(refusal("traces: a.h5\npolicies:\n  - '@in/none.yaml'\n"),
             "sweep.yaml:3: in/none.yaml: cannot be read: expected a YAML file with policies");
   EXPECT_EQ(refusal("traces: a.h5\npolicies: 'h2o,,local'\n"),
-            "sweep.yaml:2: policies: empty list element: expected a value beside each comma, without blanks, found "
+            "sweep.yaml:2: policies: empty list element: expected a value beside each comma, found "
             "\"h2o,,local\"");
 }
 

@@ -65,7 +65,7 @@ def _layers(text: str) -> Layers:
     if text == "full":
         return "full"
     chosen: set[int] = set()
-    for piece in text.split(","):
+    for piece in names(text):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         begin, end = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if begin > end or end > MOST_LAYERS:

@@ -26,7 +26,7 @@ from kvreplay.capture.command import finished, quiet_libraries
 from kvreplay.capture.corpus_prompts import KINDS, full_prompts, small_prompts
 from kvreplay.capture.prompts import Prompt, encode
 from kvreplay.errors import Error, Refusal
-from kvreplay.program import Parser, on_terminal
+from kvreplay.program import Parser, names, on_terminal
 from kvreplay.trace import PRODUCER, Trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def say(line: str) -> None:
 
 def lengths(text: str) -> tuple[int, ...]:
     """1000,2000 -> (1000, 2000)."""
-    words = text.split(",")
+    words = names(text)
     if not all(word.isdecimal() and int(word) for word in words):
         raise argparse.ArgumentTypeError(f"expected numbers of tokens like 1000,2000, found {text!r}")
     return tuple(sorted({int(word) for word in words}))

@@ -103,7 +103,7 @@ void check(const Option& declared, const GivenValue& value) {
 /// The value in the form of the option's target.
 GivenValue converted(const Option& declared, GivenValue value) {
   std::string all;
-  for (const std::string& piece : split(value.text, ','))
+  for (const std::string_view piece : split_list(value.where, value.text))
     all += (all.empty() ? "" : ",") + at_place(value, [&] { return declared.converted(piece); });
   value.text = std::move(all);
   return value;

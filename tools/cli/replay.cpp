@@ -263,7 +263,7 @@ Prepared requested(const Arguments& arguments) {
     return configured;
   });
   for (const GivenValue& value : arguments.values("budget"))
-    for (const std::string& literal : split(value.text, ','))
+    for (const std::string_view literal : split_list(value.where, value.text))
       request.budgets.push_back(at_place(value, [&] { return Budget::parse(literal); }));
   all.exclusions = leave_out(arguments, policies, request);
   request.metrics = asked_metrics(arguments);
@@ -279,9 +279,10 @@ Prepared requested(const Arguments& arguments) {
   request.eval = arguments.text("eval");
   request.boundary = arguments.text("boundary");
   request.treat_sliding = arguments.text("sliding") == "treat";
-  const std::vector<std::string> saved = split(arguments.text("save"), ',');
-  request.save_scores = std::ranges::find(saved, "scores") != saved.end();
-  request.save_attention = std::ranges::find(saved, "attention") != saved.end();
+  for (const GivenValue& value : arguments.values("save")) {
+    for (const std::string_view kind : split_list(value.where, value.text))
+      (kind == "scores" ? request.save_scores : request.save_attention) = true;
+  }
   const std::string observables = arguments.text("observables");
   request.observables = observables == "keep"     ? ObservableUse::keep
                         : observables == "ignore" ? ObservableUse::ignore

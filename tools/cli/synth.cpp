@@ -58,10 +58,10 @@ int last_queries(const std::string& text) {
 
 SizeByLayer sizes(const std::string& option, const std::string& text, int least) {
   SizeByLayer all;
-  for (const std::string& piece : split(text, ',')) {
+  for (const std::string_view piece : split_list(option, text)) {
     all.push_back(parse_int(option, piece));
     if (all.back() < least)
-      throw Error{Refusal::usage, option, "out of range", fmt::format("{} or more", least), piece};
+      throw Error{Refusal::usage, option, "out of range", fmt::format("{} or more", least), std::string(piece)};
   }
   return all;
 }

@@ -15,6 +15,7 @@ from kvreplay.engine import open as open_trace
 from kvreplay.errors import Error
 from kvreplay.live.attention import NEVER, Held, Layer, PageReads, Reads, TokenReads, kept_tokens
 from kvreplay.live.passes import Evicted, Row, Text
+from kvreplay.parameters import parameters
 from kvreplay.results import COLUMNS, NUMBERS, Run, Selection, Stored, StoredLayer, TraceFacts
 
 # What the column `decisions` says: whether the sets are those of a live system.
@@ -136,9 +137,9 @@ SPARSE_READS: dict[str, Callable[[dict[str, str], int], Reads]] = {
 
 def _reads(row: Any, trace: TraceFacts) -> dict[int, Reads]:
     """By layer, what queries read in a cell of a policy with sparse reads."""
-    parameters = dict(one.split("=") for one in row.params.split(","))
-    reads = SPARSE_READS[row.policy](parameters, int(row.budget_tokens))
-    return {int(trace.layer_numbers[place]): reads for place in trace.treated[int(parameters["dense_layers"]) :]}
+    values = parameters(row.params)
+    reads = SPARSE_READS[row.policy](values, int(row.budget_tokens))
+    return {int(trace.layer_numbers[place]): reads for place in trace.treated[int(values["dense_layers"]) :]}
 
 
 def leaves_of(selection: Selection) -> dict[int, torch.Tensor]:

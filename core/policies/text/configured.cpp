@@ -52,8 +52,7 @@ bool counts_layers(const Parameter& parameter) { return parameter.range.starts_w
 
 std::vector<std::string> split_policies(std::string_view text) {
   std::vector<std::string> found;
-  for (std::string_view piece : split_list("policy", text)) {
-    piece.remove_prefix(std::min(piece.find_first_not_of(' '), piece.size()));  // as after a comma in a printed list
+  for (const std::string_view piece : split_list("policy", text)) {
     if (piece.starts_with('@')) {
       for (std::string& policy : policies_of_file(std::string(piece.substr(1)))) found.push_back(std::move(policy));
     } else if (is_assignment(piece)) {

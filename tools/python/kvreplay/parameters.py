@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterable
 
 
-def split_outside_parentheses(line: str) -> list[str]:
-    """The pieces between commas that no parenthesis encloses; none for an empty line."""
+def split_list(line: str) -> list[str]:
+    """The pieces between commas that no parenthesis encloses, without blanks around them; none for an empty line."""
     pieces, depth = [""], 0
     for letter in line:
         depth += (letter == "(") - (letter == ")")
@@ -15,12 +15,12 @@ def split_outside_parentheses(line: str) -> list[str]:
             pieces.append("")
         else:
             pieces[-1] += letter
-    return pieces if line else []
+    return [piece.strip(" ") for piece in pieces] if line else []
 
 
 def parameters(line: str) -> dict[str, str]:
     """Names and values of a canonical key=value list."""
-    return dict(piece.partition("=")[::2] for piece in split_outside_parentheses(line))
+    return dict(piece.partition("=")[::2] for piece in split_list(line))
 
 
 def of_policy(cells: Iterable[tuple[str, str]], policy: str) -> list[bool]:

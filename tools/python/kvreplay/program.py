@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from kvreplay import __version__
 from kvreplay.errors import DISK_FULL, SUGGESTION, Error, Refusal
+from kvreplay.parameters import split_list
 
 QUIET = (
     "no progress and no notes; no table or names of files from commands that write files (JSON and dry runs are still "
@@ -136,7 +137,7 @@ def size(text: str) -> int:
 
 def names(value: str) -> list[str]:
     """The type of an option NAME,… that may be repeated: action="extend"."""
-    return value.split(",")
+    return split_list(value) or [""]
 
 
 OF_RATIO = "share of the prompt to evict, in place of a budget: 0.9 is -b 0.1, as in kvpress"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvreplay.errors import Error, Refusal
 from kvreplay.live_metrics import is_live
 from kvreplay.nearest import nearest
-from kvreplay.parameters import of_policy, parameters, split_outside_parentheses
+from kvreplay.parameters import of_policy, parameters, split_list
 from kvreplay.skill import SKILL, TWIN
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def split_policies(values: Sequence[str]) -> list[str]:
     """Policies of comma lists: a piece with `=` before any `:` or `(` belongs to the policy before it."""
     names: list[str] = []
     for value in values:
-        for i, piece in enumerate(split_outside_parentheses(value)):
+        for i, piece in enumerate(split_list(value)):
             head = piece.split(":")[0].split("(")[0]
             if i and "=" in head:
                 names[-1] += "," + piece

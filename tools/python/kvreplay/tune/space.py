@@ -12,7 +12,7 @@ import numpy as np
 
 from kvreplay import _engine, python_policies
 from kvreplay.errors import Error, Refusal
-from kvreplay.parameters import parameters, split_outside_parentheses
+from kvreplay.parameters import parameters, split_list
 
 WIDEST = 4096  # of a declared range that is searched when nothing is said
 NOT_UNASKED = ("heads", "agg", "grow")  # what changes how much a policy holds, or what its sets are
@@ -110,7 +110,7 @@ def domain(where: str, text: str) -> Domain:
 def asked_space(texts: Sequence[str]) -> dict[str, Domain]:
     """The domains of --search: NAME=DOMAIN,…"""
     space: dict[str, Domain] = {}
-    for piece in [piece for text in texts for piece in split_outside_parentheses(text)]:
+    for piece in [piece for text in texts for piece in split_list(text)]:
         name, equals, values = piece.partition("=")
         if not name or not equals:
             raise Error("--search", "not an assignment", "NAME=LOW..HIGH or NAME=A|B|C", piece or "nothing",
