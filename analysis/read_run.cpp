@@ -149,6 +149,9 @@ void add_cells(const Json& run, Finished& finished, RunSummary& summary) {
 RunSummary read_run(const fs::path& folder) {
   const fs::path path = folder / "run.json";
   if (std::error_code ignored; !fs::exists(path, ignored)) {
+    if (fs::is_regular_file(folder, ignored))
+      throw Error{Refusal::input, folder.string(), "not a run",
+                  fmt::format("kvreplay replay {} -o RUN, then RUN", folder.string()), "a file"};
     cell_files_of(folder);  // answers results of format 1
     throw Error{Refusal::input, folder.string(), "not a finished run", "a folder of kvreplay replay with run.json",
                 fs::exists(folder, ignored) ? "no run.json" : "no such folder"};

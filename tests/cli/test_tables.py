@@ -321,6 +321,10 @@ def test_show_selects(run: tuple[Path, str]) -> None:
     ):
         answer = kvreplay("show", "out", *words, folder=folder)
         assert answer.code == 2 and message in answer.err and answer.err.count("\n") == 1, (words, answer)
+    (folder / "trace.h5").touch()
+    answer = kvreplay("show", "trace.h5", folder=folder)
+    assert answer.code == 3
+    assert "trace.h5: not a run: expected kvreplay replay trace.h5 -o RUN, then RUN, found a file\n" in answer.err
     (folder / "empty").mkdir(exist_ok=True)
     for name in ("empty", "missing"):
         answer = kvreplay("show", name, folder=folder)

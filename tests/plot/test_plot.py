@@ -1278,6 +1278,9 @@ def test_an_empty_command_line_says_what_is_missing(capsys):
 
 
 def test_a_run_is_no_kind(broken, capsys):
+    assert refused(capsys, 2, broken, "curve") == (
+        f"kvreplay: plot: the kind of figure comes before RUN: expected kvreplay plot curve {broken}\n"
+    )
     assert refused(capsys, 2, broken).startswith(
         "kvreplay: plot: no kind of figure before RUN: expected one of heatmap"
     )

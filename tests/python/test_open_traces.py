@@ -154,3 +154,9 @@ def test_objects_are_asked_for_by_their_paths(tmp_path: Path) -> None:
         assert "/layers/000/q_positions" in trace and len(trace["/layers/000/q_positions"]) == 6
         for nothing in ("/nonsense", "/tokens", "/layers/000", "/layers/999/k", "/layers/000/k@xxh3"):
             assert nothing not in trace
+
+
+def test_a_folder_of_a_run_is_opened_with_run(small: Path, tmp_path: Path) -> None:
+    done("replay", small, "-p", "knorm", "-b", "0.5", "-o", tmp_path / "run", folder=tmp_path)
+    with pytest.raises(kv.Error, match=r"run: a run and not a trace: expected kv\.Run\('.*run'\)"):
+        kv.open(tmp_path / "run")

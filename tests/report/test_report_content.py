@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -545,6 +546,7 @@ def write_wrong_text(run: Path) -> None:
     (None, ["--trase", "demo"], 2, "report: unknown option --trase: did you mean --trace?"),
     (None, ["-o", "/proc/no/page.html"], 3, "/proc/no: cannot be written"),
     (lambda run: (run / "results.csv").unlink(), [], 3, "not a finished run"),
+    (lambda run: (shutil.rmtree(run), run.write_bytes(b"")), [], 3, "not a run: expected kvreplay replay"),
     (lambda run: (run / "run.json").write_text("{"), [], 3, "run.json: unreadable: expected JSON"),
     (lambda run: (run / "cells/demo.h5").write_text("no"), [], 3, "demo.h5: unreadable: expected an HDF5 file"),
     (lambda run: (run / "seconds.csv").write_text("a,b\n1,2\n"), [], 3, "seconds.csv: unreadable"),

@@ -11,6 +11,8 @@ RUN_FILES = ("results.csv", "cells", "run.json")
 
 def require_run(folder: Path) -> None:
     """Rejects a folder that is no finished run, or a run of format 1, whose sets are in selections.h5."""
+    if folder.is_file():
+        raise Error(str(folder), "not a run", f"kvreplay replay {folder} -o RUN, then RUN", "a file")
     if not folder.exists():
         raise Error(str(folder), "not a finished run", ", ".join(RUN_FILES), "no such folder")
     if not (folder / "cells").exists() and any((folder / name).exists() for name in ("parts", "selections.h5")):

@@ -73,7 +73,10 @@ class Trace:
     def __init__(self, path: AnyPath) -> None:
         from kvreplay.engine import _engine
 
-        self._trace = _engine.Trace(Path(os.fsdecode(path)))
+        file = Path(os.fsdecode(path))
+        if (file / "run.json").exists():
+            raise Error(str(file), "a run and not a trace", f"kv.Run({str(file)!r})", "")
+        self._trace = _engine.Trace(file)
 
     @classmethod
     def of(cls, opened: _engine.Trace) -> Trace:

@@ -159,6 +159,9 @@ def check_kind(arguments: argparse.Namespace) -> None:
         word = arguments.kind.lower()
         kinds = [name for name, kind in KINDS.items() if word in kind.summary.lower()]  # heatmap shows the Jaccard
         expected = nearest(kinds[0] if len(kinds) == 1 else word, KINDS, "kvreplay plot --help")
+        if str(arguments.run) in KINDS:
+            expected = f"kvreplay plot {arguments.run} {arguments.kind}"
+            raise Error("plot", "the kind of figure comes before RUN", expected, "", Refusal.USAGE)
         if arguments.run is None and Path(arguments.kind).exists():
             raise Error("plot", "no kind of figure before RUN", "one of " + ", ".join(KINDS), "", Refusal.USAGE)
         raise Error("plot", "unknown kind of figure", expected, arguments.kind, Refusal.USAGE)
