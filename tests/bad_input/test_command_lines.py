@@ -346,7 +346,11 @@ LINES: list[tuple[int, str, str]] = [
     (USAGE, f"{REPLAY} -p h2o -b 1.5", "budget 1.5: out of range: expected a fraction in (0, 1], found 1.5"),
     (USAGE, f"{REPLAY} -p h2o -b 0.0", "budget 0.0: out of range: expected a fraction in (0, 1], found 0.0"),
     (USAGE, f"{REPLAY} -p h2o -b 200%", "budget 200%: out of range: expected a fraction in (0, 1], found 200%"),
-    (USAGE, f"{REPLAY} -p h2o -b 0.1,abc", 'budget abc: not a number: expected a whole number, found "abc"'),
+    (
+        USAGE,
+        f"{REPLAY} -p h2o -b 0.1,abc",
+        "budget abc: not a budget: expected a share (0.1 or 10%), a number of tokens (48) or bytes (1MiB), found abc",
+    ),
     (
         USAGE,
         f"{REPLAY} -p h2o -b 99999999999",

@@ -597,7 +597,9 @@ TEST(Budget, RefusesInOneLine) {
   EXPECT_EQ(refusal("1MB"), "budget 1MB: unknown unit of memory: expected KiB, MiB or GiB, found 1MB");
   EXPECT_EQ(refusal("0KiB"), "budget 0KiB: out of range: expected 1 byte or more, found 0KiB");
   EXPECT_EQ(refusal("manyKiB"), "budget manyKiB: not a number: expected a number, found \"many\"");
-  EXPECT_EQ(refusal("abc"), "budget abc: not a number: expected a whole number, found \"abc\"");
+  EXPECT_EQ(refusal("abc"),
+            "budget abc: not a budget: expected a share (0.1 or 10%), a number of tokens (48) or bytes (1MiB), found "
+            "abc");
   EXPECT_EQ(refusal(""), "budget: empty: expected a fraction in (0, 1] or a number of tokens");
 }
 

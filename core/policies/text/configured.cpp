@@ -486,6 +486,9 @@ Budget Budget::parse(std::string_view text) {
   }
   if (text.ends_with('B') || text.ends_with('b'))
     throw Error{Refusal::usage, where, "unknown unit of memory", "KiB, MiB or GiB", std::string(text)};
+  if (text.find_first_of("0123456789") == std::string_view::npos)
+    throw Error{Refusal::usage, where, "not a budget", "a share (0.1 or 10%), a number of tokens (48) or bytes (1MiB)",
+                std::string(text)};
   const bool percent = text.ends_with('%');
   if (percent || text.find_first_of(".eE") != std::string_view::npos) {
     budget.fraction = percent ? parse_real(where, text.substr(0, text.size() - 1)) / 100.0 : parse_real(where, text);
