@@ -121,6 +121,7 @@ def test_tables_are_written_anew_from_cells_alone(folder: Path) -> None:
     for path in (folder / "whole").glob("*.csv"):
         path.write_text("lost")
     assert done("merge", "whole", folder=folder) == "0 folders: 2 traces, 24 cells     whole\n"
+    assert done("merge", "once", "whole", folder=folder).startswith("1 folder: 2 traces, 24 cells ")
     assert merged(folder, "by-trace").code == 0 and same(folder / "out", folder / "whole")
 
 

@@ -110,8 +110,11 @@ int run(const Arguments& arguments) {
     for (const CellRecord& cell : summary.failed) document["failed"].push_back(cell_json(cell));
     print_json(document);
   } else {
-    fmt::print("{} folders: {} traces, {} cells     {}\n", summary.folders, summary.traces, summary.cells,
-               output.string());
+    const auto counted = [](std::size_t n, const char* what) {
+      return fmt::format("{} {}{}", n, what, n == 1 ? "" : "s");
+    };
+    fmt::print("{}: {}, {}     {}\n", counted(summary.folders, "folder"), counted(summary.traces, "trace"),
+               counted(summary.cells, "cell"), output.string());
   }
   for (const std::string& warning : summary.warnings) say("kvreplay: warning: {}\n", warning);
   for (const CellRecord& cell : summary.failed)
