@@ -97,6 +97,7 @@ void print_overview() {
   }
   print_paragraph("kvreplay help COMMAND prints the options of a command; kvreplay -V (--version) prints the version.");
   print_paragraph(fmt::format("Every command accepts -q (--quiet): {}.", quiet_option.help));
+  print_paragraph("The file kvreplay.yaml sets your defaults of options (see kvreplay help --man).");
   fmt::print("\nexit codes\n");
   rows.assign(exit_codes().begin(), exit_codes().end());
   print_pairs(rows);
