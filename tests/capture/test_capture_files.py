@@ -229,10 +229,10 @@ def test_incomplete_weights_are_refused_before_torch_is_imported(model_folder: F
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     for damaged, found in (
-        (b"version https://git-lfs.github.com/spec/v1\n", "43 bytes of another format"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "43 bytes without a complete header"),
         (whole[:-5], f"{len(whole) - 5:,} bytes of {len(whole):,}"),
-        (whole[:8] + b"x" * (len(whole) - 8), f"{len(whole):,} bytes of another format"),
-        (b"", "0 bytes of another format"),
+        (whole[:8] + b"x" * (len(whole) - 8), f"{len(whole):,} bytes without a complete header"),
+        (b"", "0 bytes without a complete header"),
     ):
         weights.write_bytes(damaged)
         command = [sys.executable, "-c", WITHOUT_TORCH, *words(folder, tmp_path / "t.h5")]
@@ -266,8 +266,8 @@ def test_an_incomplete_gguf_file_is_refused_before_torch_is_imported(tmp_path: P
     end = int(last.data_offset + last.n_bytes)
     for damaged, found in (
         (whole[: end - 1], f"{end - 1:,} bytes of {end:,}"),
-        (whole[:40], "40 bytes of another format"),
-        (whole[:16] + b"\xff" * 8 + whole[24:], f"{len(whole):,} bytes of another format"),
+        (whole[:40], "40 bytes without a complete header"),
+        (whole[:16] + b"\xff" * 8 + whole[24:], f"{len(whole):,} bytes without a complete header"),
     ):
         model.write_bytes(damaged)
         command = [sys.executable, "-c", WITHOUT_TORCH, *words(model, tmp_path / "t.h5")]

@@ -90,10 +90,11 @@ def test_the_command(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert (tmp_path / "rows.csv").read_text() == "label,budget\nsnapkv,0.2\n"
     assert main([query, str(run.folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [{"label": "snapkv", "budget": "0.2"}]
-    for wrong in ("select nothing from results", "selec"):
+    for wrong, cause in (("select valu from results", '"value"'), ("selec", "syntax error")):
         assert main([wrong, str(run.folder)]) == 2
         err = capsys.readouterr().err
         assert err.startswith("kvreplay: QUERY: rejected: expected a query of DuckDB") and err.count("\n") == 1
+        assert cause in err
 
 
 def test_without_duckdb(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

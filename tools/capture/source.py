@@ -120,7 +120,7 @@ def _require_whole(weights: Path) -> None:
         whole = (_length_of_safetensors if weights.suffix == ".safetensors" else _length_of_gguf)(file, size)
     if size != whole:
         wanted = f"a complete {weights.suffix[1:]} file (git lfs pull, or download it again)"
-        found = f"{size:,} bytes" + (f" of {whole:,}" if whole > 0 else " of another format")
+        found = f"{size:,} bytes" + (f" of {whole:,}" if whole > 0 else " without a complete header")
         raise Error("--model", str(weights), wanted, found)
 
 

@@ -134,7 +134,7 @@ def answer(run: Run, query: str, epsilon: float = EPSILON) -> pd.DataFrame:
             found = database.sql(query)
             return pd.DataFrame() if found is None else found.df()  # None: a statement without rows
         except duckdb.Error as problem:
-            text = str(problem).partition("\n")[0]
+            text = " ".join(str(problem).partition("\n\n")[0].splitlines())  # then comes the query
             raise Error("QUERY", "rejected", "a query of DuckDB", text, Refusal.USAGE) from problem
 
 
