@@ -116,7 +116,9 @@ TEST_P(KeysAndQueries, MomentsAreThoseOfWhatIsUnrotated) {
 TEST(ProductSums, WeighTheProductsOfDifferencesFromACentre) {
   for (const int dim : {1, 3, 8, 13, 21}) {
     const int count = 43;
-    const auto number = [&](int head, int i, std::size_t c) { return gaussian(chain(dim, head, i, c), chain(c, i)); };
+    const auto number = [&](int head, int i, std::size_t c) {
+      return gaussian(chain(3, dim, head, i, c), chain(5, c, i));
+    };
     const Vectors vectors{2, count, dim, [&](int head, int i, std::span<double> x) {
                             for (std::size_t c = 0; c < x.size(); ++c) x[c] = number(head, i, c);
                           }};
