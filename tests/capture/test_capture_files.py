@@ -175,7 +175,10 @@ def test_numbers_that_a_type_cannot_hold(
     ("change", "message"),
     [
         (["--laiers", "0"], "capture: unknown option --laiers: did you mean --layers?"),
-        (["--layers", "0,9"], "--layers: no such layer: expected layers of this model with attention, found 9"),
+        (
+            ["--layers", "0,9"],
+            "--layers: no such layer: expected layers of this model with attention, from 0 to 3, found 9",
+        ),
         (["--layers", "3-1"], "expected full, or numbers and ranges like 0,3-5, found '3-1'"),
         (["--queries", "first:3"], "expected all or last:N, found 'first:3'"),
         (["--generate", "-1"], "expected a whole number of at least 0, found '-1'"),
@@ -310,16 +313,20 @@ def test_a_hub_that_does_not_answer_and_an_empty_prompt_are_refused_before_torch
         assert done.stderr.startswith(f"kvreplay: {expected}")
 
 
-def test_a_chat_template_is_required_before_weights_are_read(
+def test_a_chat_template_and_layers_are_required_before_weights_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The folder has no weights: reading them would be another error."""
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    assert main(words(tmp_path, tmp_path / "t.h5", "--layers", "1-2,99")) == 2
+    last = SIZES["num_hidden_layers"] - 1
+    expected = f"layers of this model with attention, from 0 to {last}, found 99\n"
+    assert capsys.readouterr().err == f"kvreplay: --layers: no such layer: expected {expected}"
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     assert main(words(tmp_path, tmp_path / "t.h5", "--chat")) == 3
-    expected = "kvreplay: --chat: chat template: expected a tokenizer with a chat template, found none\n"
+    expected = "kvreplay: --chat: chat template: expected a model with a chat template, or plain text, found none\n"
     assert capsys.readouterr().err == expected
 
 

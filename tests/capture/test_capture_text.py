@@ -400,7 +400,7 @@ def test_conversations_that_a_model_cannot_take() -> None:
     assert refusal.value.exit_code == 3
     tokenizer.chat_template = None
     with pytest.raises(
-        Error, match="chat-000: messages: chat template: expected a tokenizer with a chat template"
+        Error, match="chat-000: messages: chat template: expected a model with a chat template"
     ) as refusal:
         encode(tokenizer, prompt, chat=False)
     assert refusal.value.exit_code == 3

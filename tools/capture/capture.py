@@ -13,12 +13,13 @@ import numpy as np
 
 from kvreplay.capture.model import generate
 from kvreplay.capture.model_options import LATENT_QUERIES
-from kvreplay.capture.observe import LayerCall, Layers, observed
+from kvreplay.capture.observe import LayerCall, observed
 from kvreplay.capture.probe import kv_sources, other_states, probe, refuse_gates
 from kvreplay.capture.prompts import Prompt, fit, render
 from kvreplay.capture.reconstruction import Kind, Passes, PassRecorder, boundary_of, passes_of, record
 from kvreplay.capture.recorded_pass import Reference, run_pass
 from kvreplay.capture.recorder import Recorder
+from kvreplay.capture.refusals import Layers
 from kvreplay.capture.rope import Rope
 from kvreplay.capture.spans import SpanRequest, decode_with_offsets, find_spans, template_frames
 from kvreplay.capture.verify import Deviation

@@ -36,8 +36,8 @@ from kvreplay.tables import wrapped
 
 if TYPE_CHECKING:
     from kvreplay.capture.capture import Captured
-    from kvreplay.capture.observe import Layers
     from kvreplay.capture.prompts import Prompt
+    from kvreplay.capture.refusals import Layers
     from kvreplay.capture.rope import Rope
 
 INDENT = " " * len("memory   ")  # of the second line of a fact
@@ -347,7 +347,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             require_template(tokenizer, prompt, arguments.chat)
 
     begin = time.monotonic()
-    model, tokenizer = load(model_choices, check_tokenizer)
+    model, tokenizer = load(model_choices, arguments.layers, check_tokenizer)
     hides_progress = arguments.progress == "never"
     say_notes("capture", [f"loaded in {duration(time.monotonic() - begin)}"], hides_progress)
     choices = Choices(**members(Choices, arguments) | {

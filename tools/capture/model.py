@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from kvreplay.capture.model_options import ModelChoices
-from kvreplay.capture.refusals import refuse_by_config, refuse_by_structure
+from kvreplay.capture.refusals import Layers, refuse_by_config, refuse_by_structure, refuse_missing_layers
 from kvreplay.capture.source import Source
 from kvreplay.errors import Error, Refusal
 
@@ -99,11 +99,13 @@ def load_tokenizer(source: Source, **options: Any) -> Any:
     return _loading(source, transformers.AutoTokenizer.from_pretrained, **options)
 
 
-def load(choices: ModelChoices, check_tokenizer: Callable[[Any], None] = lambda tokenizer: None) -> tuple[Any, Any]:
+def load(
+    choices: ModelChoices, layers: Layers = None, check_tokenizer: Callable[[Any], None] = lambda tokenizer: None
+) -> tuple[Any, Any]:
     """(model, tokenizer), the model in evaluation mode.
 
-    Refused before any weights are read, wherever configuration or modules show that a trace cannot describe it, or
-    `check_tokenizer` rejects the tokenizer.
+    Refused before any weights are read, wherever configuration or modules show that a trace cannot describe it or that
+    it has fewer `layers`, or `check_tokenizer` rejects the tokenizer.
     """
     choices.check()
     source = choices.source
@@ -111,6 +113,8 @@ def load(choices: ModelChoices, check_tokenizer: Callable[[Any], None] = lambda 
     device = _device(choices.device or "cpu")
     config = _loading(source, transformers.AutoConfig.from_pretrained, **trusted)
     refuse_by_config(source.name, config)
+    if isinstance(layers, frozenset):
+        refuse_missing_layers(layers, range(config.get_text_config().num_hidden_layers))
     skeleton, model_class = _skeleton(source.name, config, trusted)
     refuse_by_structure(source.name, skeleton)
     # sdpa has no softcap: transformers 5.0 would generate without it, and say nothing.

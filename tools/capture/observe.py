@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -22,14 +22,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvreplay.capture.masks import MaskRule, OwnAttention, Visibility, attention_in_blocks, mask_rule
 from kvreplay.capture.model import decoder
-from kvreplay.capture.refusals import ATTENTION_SINKS, INTERFACE, NO_INTERFACE, is_sink, refused
+from kvreplay.capture.refusals import ATTENTION_SINKS, INTERFACE, NO_INTERFACE, Layers, is_sink, refused
 from kvreplay.errors import Error
 
 MODELS = Path(transformers.__file__).parent  # whose code runs the models
 TOKENS_AT_ONCE = 4096  # whose hidden states are widened to float32
 
-# A choice of layers: by the model's own numbers, those with full attention, or all (None).
-Layers = frozenset[int] | Literal["full"] | None
 LOCAL_KINDS = ("sliding_attention", "chunked_attention")  # in transformers' layer_types
 
 DIFFERENTIAL = "lambda_q1"  # a parameter of differential attention (arXiv:2410.05258)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from kvreplay.capture.model import cache_name, decoder, input_device
-from kvreplay.capture.observe import LOCAL_KINDS, LayerCall, Layers, observed
-from kvreplay.capture.refusals import INTERFACE, NO_INTERFACE, refused
+from kvreplay.capture.observe import LOCAL_KINDS, LayerCall, observed
+from kvreplay.capture.refusals import INTERFACE, NO_INTERFACE, Layers, refuse_missing_layers, refused
 from kvreplay.capture.rope import Rope, frequencies, identify, produced_deviation, rotary_modules
 from kvreplay.capture.verify import unit_roundoff
-from kvreplay.errors import Error, Refusal
+from kvreplay.errors import Error
 from kvreplay.trace import REAL_TYPES
 
 
@@ -93,7 +93,7 @@ def probe(
         keys_at(0)
         values = [call.v for call in calls]
         keys_at(position)  # length-dependent frequencies are set now
-        _refuse_missing_layers(layers, calls)
+        refuse_missing_layers(layers, {call.layer for call in calls})
         _refuse_differences(calls, name)
         candidates = frequencies(base)
         rounding = unit_roundoff(REAL_TYPES[str(calls[0].k.dtype).removeprefix("torch.")])
@@ -118,15 +118,6 @@ def _refuse_selected_blocks(base: Any, name: str, tokens: int) -> None:
     if sizes and tokens > min(sizes):
         expected = f"a text of at most {min(sizes)} tokens (--max-tokens)"
         raise refused(name, "blocks of keys that each head selects", expected)
-
-
-def _refuse_missing_layers(layers: Layers, calls: Sequence[LayerCall]) -> None:
-    found = {call.layer for call in calls}
-    if layers == "full" and not found:
-        raise Error("--layers full", "no such layer", "a model with full attention", "", Refusal.USAGE)
-    if isinstance(layers, frozenset) and (missing := sorted(layers - found)):
-        raise Error("--layers", "no such layer", "layers of this model with attention", ", ".join(map(str, missing)),
-                    Refusal.USAGE)  # fmt: skip
 
 
 def _refuse_differences(calls: Sequence[LayerCall], name: str) -> None:

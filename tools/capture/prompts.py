@@ -183,7 +183,7 @@ def require_template(tokenizer: Any, prompt: Prompt, chat: bool) -> None:
     """Rejects a tokenizer without the chat template that --chat or a conversation needs."""
     if (chat or prompt.messages) and not getattr(tokenizer, "chat_template", None):
         where = f"{prompt.name}: messages" if prompt.messages else "--chat"
-        raise Error(where, "chat template", "a tokenizer with a chat template", "none", Refusal.INPUT)
+        raise Error(where, "chat template", "a model with a chat template, or plain text", "none", Refusal.INPUT)
 
 
 def render(tokenizer: Any, prompt: Prompt, chat: bool) -> str:

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvreplay.capture.observe import LayerCall, Layers
+from kvreplay.capture.observe import LayerCall
 from kvreplay.capture.recorded_pass import run_pass
 from kvreplay.capture.recorder import Recorder, to_numpy
+from kvreplay.capture.refusals import Layers
 from kvreplay.errors import Error, Refusal
 from kvreplay.trace import Span, TraceWriter
 

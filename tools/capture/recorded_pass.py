@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from kvreplay.capture.model import cache_name, decoder, input_device
-from kvreplay.capture.observe import LayerCall, Layers, observed
-from kvreplay.capture.refusals import refused
+from kvreplay.capture.observe import LayerCall, observed
+from kvreplay.capture.refusals import Layers, refused
 from kvreplay.capture.rope import frequencies, same
 from kvreplay.trace import TraceWriter
 

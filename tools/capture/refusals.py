@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvreplay.errors import Error, Refusal
+
+# A choice of layers: by the model's own numbers, those with full attention, or all (None).
+Layers = frozenset[int] | Literal["full"] | None
 
 
 def _settings(config: Any) -> Iterator[tuple[str, Any]]:
@@ -87,6 +90,15 @@ def refuse_by_config(model: str, config: Any) -> None:
     for obstacle in OBSTACLES:
         if obstacle.in_config(config):
             raise refused(model, obstacle.name, obstacle.expected)
+
+
+def refuse_missing_layers(asked: Layers, attending: Collection[int]) -> None:
+    """Raises where layers of --layers are none of those with attention."""
+    if asked == "full" and not attending:
+        raise Error("--layers full", "no such layer", "a model with full attention", "", Refusal.USAGE)
+    if isinstance(asked, frozenset) and (missing := sorted(asked.difference(attending))):
+        expected = f"layers of this model with attention, from {min(attending)} to {max(attending)}"
+        raise Error("--layers", "no such layer", expected, ", ".join(map(str, missing)), Refusal.USAGE)
 
 
 def refuse_by_structure(model: str, skeleton: Any) -> None:
