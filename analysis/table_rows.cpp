@@ -64,8 +64,9 @@ std::string recorded_policy(std::string_view name) {
 }
 
 /// Whether a text of the command line names the policy of a cell: its label, its name in any spelling that replay
-/// takes, or NAME:KEY=VALUE with values that the policy has.
-bool names(const std::string& text, const CellRecord& cell) {
+/// takes, or NAME:KEY=VALUE, a preset or a press of kvpress, with values that the policy has.
+bool names(const std::string& asked, const CellRecord& cell) {
+  const std::string text = ConfiguredPolicy::without_preset(asked);
   if (text == cell.label || text == cell.policy) return true;
   const std::size_t end = end_of_policy_name(text);
   if (recorded_policy(std::string_view(text).substr(0, end)) != cell.policy) return false;

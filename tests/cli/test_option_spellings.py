@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from program import PROGRAM, WITH_PYTHON, done, kvreplay
 
+from kvreplay.parameters import of_policy
+
 EQUAL_WORDS = [
     (["--compression-ratio", "0.5,0.75"], ["-b", "0.5,0.25"]),
     (["--compression-ratio", "0.9", "--compression-ratio", "0"], ["-b", "0.1", "-b", "1.0"]),
@@ -251,3 +253,19 @@ def test_the_manual_page_has_every_command_option_and_exit_code(tmp_path: Path) 
             check=True,
         )
         assert shown.stderr == "" and "--compression-ratio RATIO" in shown.stdout
+
+
+def test_a_press_of_kvpress_names_the_cells_with_its_values(traces: Path, tmp_path: Path) -> None:
+    words = ["-b", "6", "--observables", "ignore", "--metrics", "attention_recall"]
+    done("replay", traces / "fixture.h5", "-p", "snapkv:window=4", *words, "-o", "plain", folder=tmp_path)
+    both = ["-p", "snapkv:window=4", "-p", "snapkv:preset=kvpress,window=4", *words, "-o", "both"]
+    done("replay", traces / "fixture.h5", *both, folder=tmp_path)
+    for press in ("SnapKVPress:window=4", "snapkv:preset=kvpress,window=4"):
+        shown = done("show", "both", "-p", press, "--csv", folder=tmp_path)
+        assert "pool=avg" in shown and "pool=max" not in shown
+        refused = kvreplay("show", "plain", "-p", press, folder=tmp_path)
+        assert refused.code == 2 and "unknown policy" in refused.err
+        of_cells = of_policy(
+            [("snapkv", "window=4,kernel=7,pool=max"), ("snapkv", "window=4,kernel=5,pool=avg")], press
+        )
+        assert of_cells == [False, True]

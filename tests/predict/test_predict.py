@@ -14,6 +14,7 @@ import scipy.stats
 
 from kvreplay.errors import Error
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, ranks, resolved, spearman
+from kvreplay.predict.command import main
 from kvreplay.predict.prediction import Measured, Prediction, over_layers, without_part
 from kvreplay.predict.presentation import Presentation
 
@@ -157,6 +158,17 @@ def test_what_a_prediction_needs() -> None:
     found = Prediction.from_measured(measured(5, kld=np.ones(5), exact=np.arange(5.0)))
     with pytest.raises(Error, match="no order of the policies by kld"):
         Presentation(found, "kld").text()
+
+
+def test_runs_without_live_results_are_refused_before_they_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cells").mkdir()
+    for name in ("results.csv", "run.json"):
+        (tmp_path / name).touch()  # reading it would be another error
+    assert main([str(tmp_path)]) == 3
+    expected = "nothing to predict: expected a run measured by kvreplay live RUN, found no live.csv"
+    assert capsys.readouterr().err == f"kvreplay: {tmp_path}: {expected}\n"
 
 
 def test_weights_of_layers_are_learnt_on_other_kinds() -> None:

@@ -95,6 +95,10 @@ TEST(ConfiguredPolicy, ThePressesOfKvpressHaveItsDefaults) {
   EXPECT_EQ(label("SnapKVPress"), "snapkv:window=64,kernel=5,pool=avg");
   EXPECT_EQ(label("snapkv_press:kernel=3"), "snapkv:window=64,kernel=3,pool=avg") << "values override the preset";
   EXPECT_EQ(label("SnapKVPress:preset=factory"), "snapkv");
+  for (const char* text : {"SnapKVPress", "snapkv:preset=kvpress"})
+    EXPECT_EQ(ConfiguredPolicy::without_preset(text), "snapkv:window=64,kernel=5,pool=avg");
+  for (const char* text : {"snapkv", "SnapKV", "snapkv:window=64", "nothing:x"})
+    EXPECT_EQ(ConfiguredPolicy::without_preset(text), text);
   EXPECT_EQ(label("SnapKV"), "snapkv");
   EXPECT_EQ(label("TOVAPress"), "tova:protect_last=true");
   EXPECT_EQ(label("LeverageScorePress"), "leverage:sketch=48");

@@ -86,6 +86,12 @@ ConfiguredPolicy ConfiguredPolicy::with_defaults(std::string_view name) {
   return configured;
 }
 
+std::string ConfiguredPolicy::without_preset(std::string_view text) {
+  const std::size_t name = end_of_policy_name(text);
+  if (!is_press(text.substr(0, name)) && text.find("preset=", name) == std::string_view::npos) return std::string(text);
+  return parse(text).label();
+}
+
 ConfiguredPolicy ConfiguredPolicy::parse(std::string_view text, std::uint64_t seed) {
   const std::size_t name = end_of_policy_name(text);
   ConfiguredPolicy configured = made(text.substr(0, name));

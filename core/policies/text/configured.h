@@ -32,6 +32,10 @@ class ConfiguredPolicy {
   /// window has window_at=, and protect=(sinks=4,recent=10%) replaces the tokens that it protects. Throws Error{usage}.
   static ConfiguredPolicy parse(std::string_view text, std::uint64_t seed = 0);
 
+  /// The text with a preset, or a press of kvpress, spelt as the values that it stands for; any other text as it is.
+  /// Throws Error{usage} where parse() does.
+  static std::string without_preset(std::string_view text);
+
   /// To be described: its values are not checked, and its plans may throw.
   static ConfiguredPolicy with_defaults(std::string_view name);
 

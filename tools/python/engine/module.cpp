@@ -269,6 +269,8 @@ NB_MODULE(_engine, module) {
       "budget"_a, "(fraction of the prompt, tokens) of a budget's text: one of the two is 0.");
   module.def("budget_of_compression_ratio", kvreplay::Budget::of_compression_ratio, "ratio"_a,
              "The budget that evicts this share of the prompt, as replay writes it: 0.9 is 0.1.");
+  module.def("without_preset", kvreplay::ConfiguredPolicy::without_preset, "policy"_a,
+             "The policy with a preset, or a press of kvpress, spelt as the values that it stands for.");
   module.def(
       "policy_name", kvreplay::registered_policy, "name"_a,
       "The registered name of a policy in another spelling: SnapKVPress is snapkv. An unknown name is unchanged.");

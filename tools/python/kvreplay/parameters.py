@@ -25,13 +25,14 @@ def parameters(line: str) -> dict[str, str]:
 
 def of_policy(cells: Iterable[tuple[str, str]], policy: str) -> list[bool]:
     """Which of `cells`, policy and parameters of each, a text of replay names: NAME all of that name, NAME:KEY=VALUE,…
-    those with these values."""
+    those with these values. A preset, or a press of kvpress, is the values that it stands for."""
     cells = list(cells)
     name, _, values = policy.partition(":")
-    if all(one != name for one, _ in cells):  # in another spelling, which the engine reads
+    if "preset=" in values or all(one != name for one, _ in cells):  # in another spelling, which the engine reads
         with contextlib.suppress(ImportError):  # figures work without the engine
             from kvreplay import _engine
 
+            name, _, values = _engine.without_preset(policy).partition(":")
             name = _engine.policy_name(name)
     wanted = parameters(values).items()
     return [one == name and wanted <= parameters(line).items() for one, line in cells]

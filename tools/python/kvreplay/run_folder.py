@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvreplay.errors import Error
 
 RUN_FILES = ("results.csv", "cells", "run.json")
+
+
+def without_live(folders: Iterable[Path]) -> Error:
+    """The error of runs whose cells no model has run with."""
+    return Error(
+        ", ".join(map(str, folders)), "nothing to predict", "a run measured by kvreplay live RUN", "no live.csv"
+    )
 
 
 def require_run(folder: Path) -> None:

@@ -19,7 +19,7 @@ from kvreplay.program import (
     require_least,
     say_notes,
 )
-from kvreplay.run_folder import require_run
+from kvreplay.run_folder import require_run, without_live
 
 
 def parser() -> Parser:
@@ -57,6 +57,8 @@ def predict(arguments: argparse.Namespace) -> None:
     require_least(arguments, seed=0)
     for folder in arguments.runs:
         require_run(folder)
+    if not any((folder / "live.csv").exists() for folder in arguments.runs):
+        raise without_live(arguments.runs)
 
     from kvreplay.predict.prediction import Prediction
     from kvreplay.predict.presentation import Presentation

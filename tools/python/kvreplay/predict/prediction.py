@@ -23,6 +23,7 @@ from kvreplay.live_metrics import BY_NAME as LIVE
 from kvreplay.live_metrics import FEWEST, UNORDERED
 from kvreplay.predict.agreement import in_order, kendall, prompts_needed, spearman
 from kvreplay.results import CELL, DECIDED_LIVE, Run, labels
+from kvreplay.run_folder import without_live
 
 SHARE = 0.95
 OF_A_CONTROL = "attention_recall:oracle"  # the best set with the policy's counts, not the policy's own
@@ -53,8 +54,7 @@ class Measured:
         )
         table = table.drop_duplicates(["trace_hash", "cell", "layer", "metric", "variant"])
         if table.empty:
-            where = ", ".join(str(run.folder) for run in runs)
-            raise Error(where, "nothing to predict", "results of kvreplay live", "none")
+            raise without_live(run.folder for run in runs)
         table = table.assign(
             label=labels(table[CELL].assign(trace=table["trace_hash"])),
             name=table["metric"] + table["variant"].map(lambda variant: f":{variant}" if variant else ""),
