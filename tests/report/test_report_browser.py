@@ -863,7 +863,9 @@ def test_figures_are_saved_as_svg_and_png(scheme, page, look, tmp_path):
         drawing = ElementTree.parse(tmp_path / f"{name}.SVG").getroot()
         texts = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
         budgets = "all budgets" if chart == "curve-chart" else "budget 0.1"
-        assert f"{TRACE}, {budgets}, open loop" in texts and "snapkv:heads=kv" in texts
+        model = window.evaluate("shown.trace.model")
+        assert f"{TRACE}, {model}, {budgets}, open loop" in "".join(texts) and "snapkv:heads=kv" in texts
+        assert chart != "map-chart" or texts[0] == window.inner_text("#map h2")
         assert "kivi" not in texts  # hidden in the legends of both charts; it has no square
         styles = (tmp_path / f"{name}.SVG").read_text()
         assert not re.search(r"var\(|oklch|class=|light-dark", styles)
@@ -973,6 +975,25 @@ def test_means_over_traces_have_the_verdicts_of_compare(many, look):
     assert window.input_value("#first") == "chunkkv"
     other = look(write_report(many, "--baseline", "h2o"))
     assert "Baseline: h2o." in other.inner_text("#compared")
+
+
+def test_means_over_traces_are_sorted_and_the_address_restores_their_order(many, look):
+    page = write_report(many)
+    window, other = look(page), look(page)
+    choose(window, mean_metric="attention_recall", budget="0.2")
+    headings = window.eval_on_selector_all("#means thead th", "all => all.map((one) => one.innerText)")
+    assert len(set(headings)) == len(headings)
+    lines = Comparison([Run(many)], "snapkv").lines
+    lines = lines[(lines["metric"] == "attention_recall") & (lines["budget"] == "0.2")].set_index("policy")
+    for column, ascending in (("mean", False), ("mean", True), ("p", True)):  # the best value first
+        window.click(f"#means thead button[data-title='{column}']")
+        wanted = list(lines[column].sort_values(ascending=ascending).index)  # undefined values last
+        assert [row[0] for row in rows_shown(window, "means")] == wanted
+    other.evaluate("(address) => { location.href = address; }", window.url)
+    other.wait_for_timeout(300)
+    assert [row[0] for row in rows_shown(other, "means")] == wanted
+    assert other.get_attribute("#means th:has([data-title=p])", "aria-sort") == "ascending"
+    assert other.locator("#headline [aria-sort=ascending]").count() == 0
 
 
 def test_means_over_traces_are_copied_in_full_precision(many, look):

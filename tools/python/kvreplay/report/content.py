@@ -250,7 +250,8 @@ class Page:
             "comparisons": int(compared.lines["p"].notna().sum()),
             "metrics": [
                 {"name": name, "title": columns[name].title if name in columns else name,
-                 "meaning": columns[name].meaning if name in columns else "", "has_verdicts": name in with_verdicts}
+                 "meaning": columns[name].meaning if name in columns else "", "has_verdicts": name in with_verdicts,
+                 "best": columns[name].best(self.run.better) if name in columns else 0}
                 for name in dict.fromkeys(line["metric"] for line in lines)
             ],
             "lines": lines,

@@ -1,5 +1,5 @@
 // The state of the page as the fragment of its address: NAME=VALUE of each control with data-remember, the token, the
-// order of the table, and each policy that the legend hides.
+// order of each table, and each policy that the legend hides.
 
 const requested = new Map(); // values of the address, until the control has such an option
 
@@ -12,8 +12,10 @@ function readAddress() {
     input.value = requested.get(input.id) ?? "";
     requested.delete(input.id);
   }
-  sorting.title = requested.get("sort") || null;
-  sorting.descending = requested.get("order") !== "ascending";
+  for (const order of Object.values(orders)) {
+    order.title = requested.get(`${order.prefix}sort`) || null;
+    order.descending = requested.get(`${order.prefix}order`) !== "ascending";
+  }
 }
 
 function writeAddress() {
@@ -23,9 +25,10 @@ function writeAddress() {
   }
   if (reading.at >= 0 && reading.held) state.set("token", reading.at);
   for (const label of hidden) state.append("hide", label);
-  if (sorting.title) {
-    state.set("sort", sorting.title);
-    state.set("order", sorting.descending ? "descending" : "ascending");
+  for (const { prefix, title, descending } of Object.values(orders)) {
+    if (!title) continue;
+    state.set(`${prefix}sort`, title);
+    state.set(`${prefix}order`, descending ? "descending" : "ascending");
   }
   history.replaceState(null, "", `#${state}`);
 }

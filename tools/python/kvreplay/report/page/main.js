@@ -80,11 +80,15 @@ function fillPolicies() {
   if (second) $("second").value = second;
 }
 
+function drawTables() {
+  drawTable(shown.trace, shown.budget);
+  drawTraces(shown.budget);
+}
+
 /** Every view of a trace and a budget. */
 async function drawAll() {
   if (!shown.budget) return;
-  drawTable(shown.trace, shown.budget);
-  drawTraces(shown.budget);
+  drawTables();
   drawSelection();
   drawCharts();
   await drawHeatmaps(shown.trace, shown.budget, $("variant").value);

@@ -144,12 +144,12 @@ function svgOf(id) {
   const box = $(id), shownDrawing = box.querySelector("svg[role]");
   const drawing = shownDrawing ? styled(shownDrawing) : heatmapsDrawing();
   let [, , width, height] = drawing.getAttribute("viewBox").split(" ").map(Number);
-  const heading = box.closest("section").querySelector(".axis")?.textContent, room = width - 20;
-  const above = heading ? linesOf(heading, room) : [], down = above.length && 8 + 16 * above.length;
+  const section = box.closest("section"), heading = section.querySelector(".axis") ?? section.querySelector("h2");
+  const room = width - 20, above = linesOf(heading.textContent, room), down = 8 + 16 * above.length;
   const [legend, below] = legendBelow(box, width, height + 4);
   height = below;
   const { at } = document.querySelector(`[data-save="${id}"]`).dataset;
-  const origin = [shown.trace.name, at ?? `budget ${shown.budget.budget}`, "open loop"].join(", ");
+  const origin = [shown.trace.name, shown.trace.model, at ?? `budget ${shown.budget.budget}`, "open loop"].join(", ");
   const note = box.querySelector(".free")?.textContent;
   const notes = [...(note ? linesOf(note, room) : []), ...linesOf(origin, room)];
   const ground = plainColour(getComputedStyle(document.documentElement).backgroundColor);

@@ -1,13 +1,17 @@
 // The headline table at one budget, by family or in one column's order. Controls have a group of their own, and so have
 // policies that ignore the budget.
 
-const sorting = { title: null, descending: true };
+// The order of each table; in the page's address its names begin with the prefix.
+const orders = {
+  headline: { prefix: "", title: null, descending: true },
+  means: { prefix: "mean-", title: null, descending: true },
+};
 const CONTROLS = "controls", OWN_MEMORY = "not at equal memory";
 
 function groupOf(cell) {
   if (cell.role === "control") return CONTROLS;
   if (cell.own_memory) return OWN_MEMORY;
-  return sorting.title === null ? policyOf.get(cell.label).family : "";
+  return orders.headline.title === null ? policyOf.get(cell.label).family : "";
 }
 
 /** Whether the filter of policies keeps a label: one of its words, split at commas, is in the name or the family. */
@@ -28,14 +32,14 @@ function keyOf(look, dashes = dashesOf(look)) {
     make("path", { d: SHAPES[look.marker], transform: "translate(14 6) scale(4)" }));
 }
 
-function sorted(trace, cells) {
-  if (sorting.title === null) return cells;
-  const at = trace.columns.findIndex((i) => page.columns[i].title === sorting.title);
-  const key = (cell) => (sorting.title === "policy" ? cell.label : at < 0 ? null : cell.values[at][0]);
-  return [...cells].sort((a, b) => {
+/** The lines in the order of their table. `keys`: {title: function from a line to its value, null if undefined}. */
+function sorted(lines, { title, descending }, keys) {
+  const key = keys[title];
+  if (!key) return lines;
+  return [...lines].sort((a, b) => {
     const [x, y] = [key(a), key(b)];
     if (x === null || y === null) return (x === null) - (y === null);
-    return (sorting.descending ? -1 : 1) * (x < y ? -1 : x > y ? 1 : 0);
+    return (descending ? -1 : 1) * (x < y ? -1 : x > y ? 1 : 0);
   });
 }
 
@@ -44,18 +48,19 @@ function breakable(title) {
   return title.split(/(?<=\.)/).flatMap((piece, i) => i ? [make("wbr"), piece] : [piece]);
 }
 
-function headingOf(title, meaning, best, name = title) {
-  const chosen = sorting.title === title;
+/** A heading that sorts its table, first the best value: the largest where `best` is 1. */
+function headingOf(table, title, meaning, best, name = title) {
+  const order = orders[table], chosen = order.title === title;
   const sort = () => {
-    const isLast = chosen && sorting.descending !== best > 0; // the third click gives the families again
-    sorting.descending = chosen ? !sorting.descending : best > 0;
-    sorting.title = isLast ? null : title;
-    drawTable(shown.trace, shown.budget);
+    const isLast = chosen && order.descending !== best > 0; // the third click gives the first order again
+    order.descending = chosen ? !order.descending : best > 0;
+    order.title = isLast ? null : title;
+    drawTables();
     writeAddress();
-    document.querySelector(`#headline button[data-title="${title}"]`).focus();
+    document.querySelector(`#${table} button[data-title="${title}"]`).focus();
   };
-  const arrow = chosen ? (sorting.descending ? " ↓" : " ↑") : "";
-  return make("th", { scope: "col", "data-value": name, "aria-sort": chosen ? (sorting.descending ? "descending" : "ascending") : "none" },
+  const arrow = chosen ? (order.descending ? " ↓" : " ↑") : "";
+  return make("th", { scope: "col", "data-value": name, "aria-sort": chosen ? (order.descending ? "descending" : "ascending") : "none" },
     make("button", { type: "button", title: meaning, "data-title": title, onclick: sort }, ...breakable(title), arrow));
 }
 
@@ -81,14 +86,16 @@ function keepSelection(event) {
 
 function drawTable(trace, budget) {
   const columns = trace.columns.map((i) => page.columns[i]);
-  const head = make("tr", {}, headingOf("policy", "name, and parameters where cells of that name differ", -1),
+  const head = make("tr", {}, headingOf("headline", "policy", "name, and parameters where cells of that name differ", -1),
     make("th", { scope: "col" }, "heads"),
-    ...columns.map((column) => headingOf(column.title, column.meaning, column.best, column.name)));
+    ...columns.map((column) => headingOf("headline", column.title, column.meaning, column.best, column.name)));
   const live = columns.filter((column) => column.title.startsWith("live.")).length;
   const kinds = make("tr", { class: "kinds" }, make("td", { colspan: 2 }),
     make("th", { scope: "colgroup", colspan: columns.length - live }, "offline, open loop"),
     make("th", { scope: "colgroup", colspan: live }, "live model"));
-  const cells = sorted(trace, budget.cells.filter((cell) => passes(cell.label)));
+  const keys = Object.fromEntries(columns.map(({ title }, at) => [title, (cell) => cell.values[at][0]]));
+  const cells = sorted(budget.cells.filter((cell) => passes(cell.label)), orders.headline,
+    { policy: (cell) => cell.label, ...keys });
   const titles = new Set(["", ...familiesInOrder(), OWN_MEMORY, CONTROLS]);
   const bodies = [...titles].map((title) => {
     const rows = cells.filter((cell) => groupOf(cell) === title).map(rowOf);

@@ -1,9 +1,9 @@
 // Means over all traces of the run, and the verdicts of `kvreplay compare`, at one budget.
 
 const WHISKER = 160; // pixels
-// The title of each column, and the names of its numbers, which are columns in CSV.
+// The title of each column, and the names of its numbers, which are columns in CSV. Columns of one number sort the table.
 const MEANS = [["heads", "heads"], ["traces", "traces"], ["mean", "mean"], ["95 % interval", "low", "high"]];
-const VERDICTS = [["difference", "difference"], ["95 % interval", "difference_low", "difference_high"], ["p", "p"],
+const VERDICTS = [["difference", "difference"], ["95 % interval of difference", "difference_low", "difference_high"], ["p", "p"],
   ["p Holm", "p_holm"], ["better/same/worse", "wins", "ties", "losses"]];
 
 function drawTraces(budget) {
@@ -13,8 +13,10 @@ function drawTraces(budget) {
   fill($("mean-metric"), compared.metrics.map((metric) => [metric.name,
     `${metric.title}${metric.meaning && `: ${metric.meaning}`}${metric.has_verdicts ? "" : " (means only)"}`]));
   const metric = compared.metrics.find(({ name }) => name === $("mean-metric").value);
-  const lines = compared.lines.filter((line) => line.budget === budget.budget && line.metric === metric.name
-    && passes(line.label));
+  const columns = metric.has_verdicts ? [...MEANS, ...VERDICTS] : MEANS;
+  const keys = Object.fromEntries(columns.map(([title, name]) => [title, (line) => line.numbers[name]]));
+  const lines = sorted(compared.lines.filter((line) => line.budget === budget.budget && line.metric === metric.name
+    && passes(line.label)), orders.means, { policy: (line) => line.label, ...keys });
   const ends = lines.flatMap(({ numbers: { mean, low, high } }) => [mean, low, high]).filter((one) => one !== null);
   const [least, most] = [Math.min(...ends), Math.max(...ends)];
   const x = (value) => 6 + ((value - least) / (most - least || 1)) * (WHISKER - 12);
@@ -22,7 +24,6 @@ function drawTraces(budget) {
     viewBox: `0 0 ${WHISKER} 14`, class: "whisker series", "aria-hidden": "true", ...coloursOf(policyOf.get(label)) },
     low !== null && make("line", { x1: x(low), x2: x(high), y1: 7, y2: 7 }),
     make("path", { d: SHAPES.o, transform: `translate(${x(mean)} 7) scale(4)` }));
-  const columns = metric.has_verdicts ? [...MEANS, ...VERDICTS] : MEANS;
   const rowOf = (line) => make("tr", { "data-label": line.label, onmousedown: keepSelection,
     onclick: (event) => selectPolicy(line.label, event.shiftKey) },
     make("th", { scope: "row" }, make("button", { type: "button", class: "name" },
@@ -36,9 +37,10 @@ function drawTraces(budget) {
       make("th", { scope: "rowgroup", colspan: columns.length + 2 }, make("span", {}, title)));
     return rows.length ? make("tbody", {}, group, ...rows) : "";
   });
-  const headings = columns.map(([title, ...names]) =>
-    make("th", { scope: "col", "data-values": JSON.stringify(names) }, title));
-  const head = make("tr", {}, make("th", { scope: "col" }, "policy"), ...headings,
+  const headings = columns.map(([title, ...names]) => names.length > 1
+    ? make("th", { scope: "col", "data-values": JSON.stringify(names) }, title)
+    : headingOf("means", title, "", ["mean", "difference"].includes(title) ? metric.best : -1, ...names));
+  const head = make("tr", {}, headingOf("means", "policy", "", -1), ...headings,
     make("th", { scope: "col", class: "drawn" }, "mean and interval"));
   $("means").replaceChildren(make("thead", {}, head), ...bodies.filter(Boolean),
     lines.length ? "" : make("tbody", {}, noMatch(columns.length + 2)));
