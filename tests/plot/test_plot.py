@@ -298,6 +298,17 @@ def test_budgets_counts_kept_tokens(tmp_path):
     assert data["kept_mean"].iloc[0] > 2 * data["kept_mean"].iloc[-1]
 
 
+def test_budgets_have_the_scale_of_the_policies_at_equal_memory(with_budget_free):
+    figure, choice = page_of("budgets", with_budget_free, "screen")
+    of_label = {cell.label: cell for cell in choice.cells(choice.one_trace())}
+    assert [cell.own_memory for cell in of_label.values()].count(True) == 1
+    top = max(cell.selection.kept.max() for cell in of_label.values() if not cell.own_memory)
+    for axes, cell in zip(figure.axes, of_label.values(), strict=True):
+        assert top <= axes.get_ylim()[1] < 1.5 * top
+        beyond = [text.get_text() for text in axes.texts if text.get_text().startswith("to ")]
+        assert beyond == ([f"to {cell.selection.kept.max()}"] if cell.own_memory else [])
+
+
 def test_curve_shows_the_values_of_results_csv_with_controls(run, tmp_path):
     data = drawn("curve", run, tmp_path, "--metric", "attention_recall:prompt")
     table = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
@@ -546,6 +557,14 @@ def test_compare_shows_each_difference_and_what_the_compare_command_computes(man
     line = lines[(lines["budget"] == "0.3") & (lines["policy"] == "snapkv")].iloc[0]
     same = ["difference_low", "difference_high", "p", "p_holm"]
     assert list(mean[same]) == list(line[same])
+
+
+@pytest.mark.parametrize("prompts", [3, 12])  # with three prompts no p is below 0.05
+def test_compare_explains_a_star_where_one_is_drawn(prompts, tmp_path):
+    traces = [(f"t{i}", 400 + 7 * i, 0.2 + 0.05 * i) for i in range(prompts)]
+    figure, _ = page_of("compare", make_run(tmp_path / "run", [SNAPKV, H2O], 2, ["0.1"], traces), "screen")
+    drawn = any(text.get_text().endswith("*") for axes in figure.axes for text in axes.texts)
+    assert drawn == (prompts == 12) == any("Holm" in text.get_text() for text in figure.texts)
 
 
 def test_compare_sorts_the_better_to_the_top(many, tmp_path):
@@ -921,7 +940,9 @@ def test_more_than_eight_policies_of_one_panel_have_a_legend(tmp_path):
     [axes] = figure.axes
     texts = [text.get_text() for text in axes.texts]
     assert texts == [*names, "full", "oracle", "random"]
-    samples = [line for line in axes.lines if line.get_transform() == axes.transAxes and len(line.get_xdata()) == 1]
+    lines = [line for line in axes.lines if line.get_transform() == axes.transAxes]
+    samples = [line for line in lines if len(line.get_xdata()) == 1]
+    assert {line.get_xdata()[0] for line in samples} == {line.get_xdata()[0] for line in lines}  # beside the dashes
     shown = [(line.get_color(), line.get_marker()) for line in samples]
     assert shown == [(look["color"], look["marker"]) for look in map(choice.looks.get, texts)]
     assert not any(line.get_linestyle() == ":" and line.get_linewidth() < 1 for line in axes.lines)
@@ -1002,7 +1023,7 @@ def test_equal_points_are_both_on_the_front():
 @pytest.fixture
 def with_budget_free(tmp_path):
     """A run in which kivi is not at equal memory."""
-    folder = make_run(tmp_path / "run", [SNAPKV, Policy("kivi")])
+    folder = make_run(tmp_path / "run", [SNAPKV, Policy("kivi", slope=1.6)])
     about = json.loads((folder / "run.json").read_text())
     cells = Run(folder).cells
     about["cells"] = [{"trace": row.trace, "cell": row.cell, "own_memory": row.policy == "kivi"}

@@ -74,7 +74,8 @@ def draw(choice: Choice) -> Drawing:
         + ("; right: traces better/same/worse" if TOWARDS[better] else ""),
         caption=open_loop(
             ", ".join(comparison.models), comparison.synthetic,
-            f"* sign-flip p below 0.05 after Holm's correction over the {compared} comparisons drawn",
+            f"* sign-flip p below 0.05 after Holm's correction over the {compared} comparisons drawn"
+            if any("*" in words for words in verdicts.values()) else "",
             "Not equal: not at equal memory" if unequal else "",
         ),
     )  # fmt: skip

@@ -39,6 +39,7 @@ class DrawnCell:
     label: str
     heads: str
     selection: Selection
+    own_memory: bool  # it ignores the budget
 
 
 @dataclass
@@ -209,7 +210,8 @@ class Choice:
             if selection is None:
                 self.notes.append(f"{label} has no static set")
             else:
-                drawn.append(DrawnCell(label, row["heads"], selection))
+                own_memory = (trace.name, row["cell"]) in self.run.own_memory
+                drawn.append(DrawnCell(label, row["heads"], selection, own_memory))
         if not drawn:
             raise Error(str(self.run.folder), "nothing to draw", "a cell with a static set", "none")
         return drawn

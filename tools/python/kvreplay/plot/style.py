@@ -332,14 +332,15 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd], panel_height: float) -> None
 
 
 def legend(axis: Axes, names: Sequence[str], looks: Sequence[dict[str, object]], panel_height: float) -> None:
-    """Names lines from the top right corner of the axes down, each with a sample of its line."""
+    """Names lines from the top right corner of the axes down, each with a sample of its line. The marker is at its left
+    end, where it hides no dash that distinguishes the line."""
     width = axis.get_position().width * axis.figure.get_figwidth()
     left, top = 1 + 0.1 / width, 1.0
     for name, look in zip(names, looks, strict=True):
         middle = top - text_height(name) / 2 / panel_height
         ends = [left, left + (SAMPLE - 0.06) / width]
         axis.plot(ends, [middle] * 2, transform=axis.transAxes, clip_on=False, **look | {"marker": ""})
-        axis.plot([sum(ends) / 2], [middle], transform=axis.transAxes, clip_on=False, **look)
+        axis.plot(ends[:1], [middle], transform=axis.transAxes, clip_on=False, **look)
         axis.text(left + SAMPLE / width, middle, name, transform=axis.transAxes, linespacing=LINE * 0.9,
                   va="center" if "\n" in name else "center_baseline")  # fmt: skip
         top -= text_height(name) / panel_height

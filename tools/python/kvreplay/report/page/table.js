@@ -25,11 +25,11 @@ function familiesInOrder() {
   return page.families.filter((family) => family !== CONTROLS);
 }
 
-/** The line and marker of a policy in the figures. */
+/** The line and marker of a policy in the figures; at its left end the marker hides no dash. */
 function keyOf(look, dashes = dashesOf(look)) {
   return make("svg", { viewBox: "0 0 28 12", "aria-hidden": "true", class: "key series", ...coloursOf(look) },
     make("line", { x1: 1, x2: 27, y1: 6, y2: 6, "stroke-dasharray": dashes }),
-    make("path", { d: SHAPES[look.marker], transform: "translate(14 6) scale(4)" }));
+    make("path", { d: SHAPES[look.marker], transform: "translate(5 6) scale(4)" }));
 }
 
 /** The lines in the order of their table. `keys`: {title: function from a line to its value, null if undefined}. */
