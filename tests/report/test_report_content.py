@@ -609,6 +609,14 @@ def test_some_policies_open_the_page_and_variants_follow(tmp_path):
     assert [label.partition(":")[0] for label in opening] == ["snapkv", "chunkkv", "knorm", "snapkv"]
 
 
+def test_a_page_opens_the_files_of_its_traces_alone(tmp_path):
+    folder = make_run(tmp_path / "run", [SNAPKV, H2O], budgets=["0.1"], traces=[("a", 400, 0.2), ("b", 410, 0.4)])
+    cells = Run(folder).cells[["trace", "cell"]].to_dict("records")
+    write_about(folder, cells=[one | {"own_memory": False} for one in cells])
+    page = Page(Run(folder))
+    assert list(page.run._open) == page.traces and len(page.run.stored_traces) > len(page.traces) == 1
+
+
 def test_means_over_traces_use_every_trace_of_the_run(tmp_path, capsys):
     traces = [(f"t{i}", 200 + i, 0.4) for i in range(3)]
     run = make_run(tmp_path / "run", [SNAPKV, CHUNKKV], budgets=["0.1"], traces=traces)

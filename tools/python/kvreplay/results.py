@@ -210,7 +210,7 @@ class Run:
         Numbers are floats, NaN where undefined; other columns are texts as in the file. Rows of single heads, often
         most of the file, are omitted. A run with a sampled trace has the columns `sample` and `half_width`: half the
         width of the 95 % interval of an estimate over all layers and heads, NaN for other values."""
-        table = self._read(lambda rows: rows["head"] == "all")
+        table = self._read(lambda rows: pd.Series(True, rows.index))
         return table.assign(label=labels(table))
 
     @cached_property
@@ -221,7 +221,7 @@ class Run:
         many traces."""
         if "results" in vars(self):
             return self.results[self.results["layer"] == "all"].reset_index(drop=True)
-        rows = self._read(lambda rows: (rows["head"] == "all") & (rows["layer"] == "all"))
+        rows = self._read(lambda rows: rows["layer"] == "all")
         return rows.assign(label=labels(rows))
 
     @cached_property
@@ -232,7 +232,7 @@ class Run:
         if path is None:
             return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
         columns = [*COLUMNS, *MEASURED]
-        return chosen(path, rows_of(path), columns, lambda rows: rows["head"] == "all")[columns]
+        return chosen(path, rows_of(path), columns, lambda rows: pd.Series(True, rows.index))[columns]
 
     def written(self, trace: str) -> dict[str, str]:
         """By cell, the text that the live model generated for this trace (`kvreplay live --generate`)."""
@@ -246,9 +246,7 @@ class Run:
     def rows(self, wanted: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
         """The rows of cells in `results` for which `wanted` is true; `wanted` receives columns of texts. Other rows are
         not kept in memory."""
-        found = self._read(
-            lambda rows: (rows["head"] == "all") & (rows["role"] != "trace") & wanted(rows), self.cells
-        )  # fmt: skip
+        found = self._read(lambda rows: (rows["role"] != "trace") & wanted(rows), self.cells)
         # As all cells have them: of some rows alone, fewer parameters may differ.
         named = self.cells[["trace", "cell", "label"]]
         return found.merge(named, on=["trace", "cell"], validate="many_to_one")
@@ -335,10 +333,11 @@ class Run:
         """The inputs of the last call, which run.json describes; other traces are from earlier calls."""
         return self.about.get("inputs", [])
 
-    def _fact(self, name: str, missing: Callable[[Any], bool]) -> set[tuple[str, str]]:
+    def _fact(self, name: str, missing: Callable[[Any], bool], unsaid: bool | None = None) -> set[tuple[str, str]]:
         """(trace, cell) of the cells with a fact: of the last call as run.json says, of earlier calls as the files of
-        cells say; for a row of `cells` that neither describes, `missing` says."""
-        listed = {(one.get("trace"), one.get("cell")): one.get(name) for one in self.about.get("cells", [])}
+        cells say; for a row of `cells` that neither describes, `missing` says. `unsaid`: the fact of an entry of
+        run.json that lacks it; None: the files say."""
+        listed = {(one.get("trace"), one.get("cell")): one.get(name, unsaid) for one in self.about.get("cells", [])}
         found = set()
         for row in self.cells.itertuples():
             has = listed.get((row.trace, row.cell))
@@ -358,7 +357,7 @@ class Run:
     @cached_property
     def protected_fill_budget(self) -> set[tuple[str, str]]:
         """(trace, cell) of the cells whose policies select no token, as protected tokens fill the budget."""
-        return self._fact("protected_fill_budget", lambda row: False)
+        return self._fact("protected_fill_budget", lambda row: False, unsaid=False)
 
     @cached_property
     def fails_twin(self) -> set[tuple[str, str]]:
@@ -729,14 +728,15 @@ def chosen(
     columns: Sequence[str],
     wanted: Callable[[pd.DataFrame], pd.Series],
 ) -> pd.DataFrame:
-    """The rows that are `wanted` or required for skill, with the boolean columns `wanted` and `for_skill`; numbers are
-    floats. Errors name `path`."""
+    """The rows over all heads that are `wanted` or required for skill, with the boolean columns `wanted` and
+    `for_skill`; numbers are floats. Errors name `path`."""
     found = []
     try:
         for rows in pieces:
             missing = [name for name in columns if name not in rows.columns]
             if missing:
                 raise Error(str(path), "columns", ", ".join(columns), "no " + ", ".join(missing))
+            rows = rows[rows["head"] == "all"]
             for_skill = is_recall(rows) & wanted(rows.assign(metric=SKILL["name"], variant=""))
             rows = rows.assign(wanted=wanted(rows), for_skill=for_skill)
             texts = [name for name in columns if rows[name].dtype == object]
