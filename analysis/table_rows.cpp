@@ -41,7 +41,7 @@ TableColumn metric_column(const MetricName& name) {
   TableColumn column{.title = title.empty() ? name.text() : title,
                      .metric = (is_live(name) ? std::string(live_prefix) : "") + name.text(),
                      .better = better_of(name)};
-  column.has_interval = column.better != Better::neither && unit != "s";
+  column.has_interval = unit != "s" && unit != "tokens" && unit != "bytes";
   column.value = [name](const CellRecord& cell) { return cell.value(name); };
   column.half_width = [name](const CellRecord& cell) { return cell.half_width(name); };
   column.text = unit == "tokens"  ? one_digit

@@ -176,6 +176,9 @@ def test_a_table_of_means_says_what_it_is(traces: Path) -> None:
     long = "snapkv:window=4,kernel=3,pool=avg,pool_order=pool-first,heads=query"
     done("replay", "t0.h5", "-p", long, "-b", "8", "-o", "long", folder=traces)
     assert long in done("show", "long", "--wide", folder=traces) and long not in done("show", "long", folder=traces)
+    h2o = re.search(r"^h2o .*", wide, re.MULTILINE)[0]
+    titles = re.search(r"^policy .*", wide, re.MULTILINE)[0]
+    assert re.fullmatch(r".* ± 0\.\d{3}[* ]?", h2o[: titles.index(" jaccard") + len(" jaccard")])
     assert "needle (3 traces)" in wide and "kvreplay compare out --baseline h2o" in wide
     each = done("show", "out", "--each", folder=traces)
     assert "\nnext       kvreplay show out --each --all\n" in each
