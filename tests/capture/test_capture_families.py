@@ -210,3 +210,6 @@ def test_layers_that_a_model_lacks(tmp_path: Path, capsys: pytest.CaptureFixture
     words = ["--model", str(folder), "--prompt", PROMPT, "-o", str(tmp_path / "t.h5"), "--progress", "never"]
     assert main([*words, "--layers", "full"]) == 2
     assert "--layers full: no such layer: expected a model with full attention" in capsys.readouterr().err
+    hybrid = saved(HYBRIDS["jamba"][0], tmp_path / "hybrid")
+    assert main(["--model", str(hybrid), *words[2:], "--layers", "0"]) == 2
+    assert "--layers: no such layer: expected layers of this model with attention, found 0" in capsys.readouterr().err

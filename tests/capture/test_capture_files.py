@@ -177,7 +177,7 @@ def test_numbers_that_a_type_cannot_hold(
         (["--laiers", "0"], "capture: unknown option --laiers: did you mean --layers?"),
         (
             ["--layers", "0,9"],
-            "--layers: no such layer: expected layers of this model with attention, from 0 to 3, found 9",
+            "--layers: no such layer: expected layers of this model with attention, of 0 to 3, found 9",
         ),
         (["--layers", "3-1"], "expected full, or numbers and ranges like 0,3-5, found '3-1'"),
         (["--queries", "first:3"], "expected all or last:N, found 'first:3'"),
@@ -320,7 +320,7 @@ def test_a_chat_template_and_layers_are_required_before_weights_are_read(
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
     assert main(words(tmp_path, tmp_path / "t.h5", "--layers", "1-2,99")) == 2
     last = SIZES["num_hidden_layers"] - 1
-    expected = f"layers of this model with attention, from 0 to {last}, found 99\n"
+    expected = f"layers of this model with attention, of 0 to {last}, found 99\n"
     assert capsys.readouterr().err == f"kvreplay: --layers: no such layer: expected {expected}"
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None

@@ -114,7 +114,8 @@ def load(
     config = _loading(source, transformers.AutoConfig.from_pretrained, **trusted)
     refuse_by_config(source.name, config)
     if isinstance(layers, frozenset):
-        refuse_missing_layers(layers, range(config.get_text_config().num_hidden_layers))
+        count = config.get_text_config().num_hidden_layers
+        refuse_missing_layers(layers, range(count), f", of 0 to {count - 1}")
     skeleton, model_class = _skeleton(source.name, config, trusted)
     refuse_by_structure(source.name, skeleton)
     # sdpa has no softcap: transformers 5.0 would generate without it, and say nothing.

@@ -92,13 +92,13 @@ def refuse_by_config(model: str, config: Any) -> None:
             raise refused(model, obstacle.name, obstacle.expected)
 
 
-def refuse_missing_layers(asked: Layers, attending: Collection[int]) -> None:
-    """Raises where layers of --layers are none of those with attention."""
+def refuse_missing_layers(asked: Layers, attending: Collection[int], numbers: str = "") -> None:
+    """Raises where layers of --layers are none of those with attention; `numbers` are those of the model's layers."""
     if asked == "full" and not attending:
         raise Error("--layers full", "no such layer", "a model with full attention", "", Refusal.USAGE)
     if isinstance(asked, frozenset) and (missing := sorted(asked.difference(attending))):
-        expected = f"layers of this model with attention, from {min(attending)} to {max(attending)}"
-        raise Error("--layers", "no such layer", expected, ", ".join(map(str, missing)), Refusal.USAGE)
+        expected = "layers of this model with attention"
+        raise Error("--layers", "no such layer", expected + numbers, ", ".join(map(str, missing)), Refusal.USAGE)
 
 
 def refuse_by_structure(model: str, skeleton: Any) -> None:
