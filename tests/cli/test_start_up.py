@@ -146,6 +146,6 @@ def test_an_unknown_name_is_reported_before_large_packages_are_imported(line: st
 
 
 def test_names_of_every_call_into_a_folder_are_known(replayed: Path) -> None:
-    asked = ["h2o", "snapkv:window=4", "SnapKVPress", "oracle"]
+    asked = ["h2o", "snapkv:window=4", "SnapKV", "oracle"]
     check_names([replayed / "run"], policies=asked, baseline="random", budgets=["6", "0.5"], traces=["fixture"],
                 metrics=["recall", "output_error", "kept_tokens"])  # fmt: skip

@@ -399,7 +399,7 @@ REFUSALS = [
     (["-p", "snapkv", "-b", "0"], 2, "budget 0: out of range"),
     (["-p", "snapkv", "--compression-ratio", "1.5"], 2, "--compression-ratio: out of range: expected the share"),
     (["-p", "snapkv", "-b", "16", "--compression-ratio", "0.9"], 2, "tune: argument --compression-ratio: not allowed"),
-    (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a number"),
+    (["-p", "snapkv", "-b", "many", "--layers"], 2, "budget many: not a budget"),
     (["-p", "snapkv", "-p", "snapkv:window=8", "-b", "16", "--ranges"], 2, "-p: policies to tune: expected different"),
     (["-p", "snapkv", "-b", "1", "--layers"], 2, "-b: protected tokens fill the budget: expected a larger"),
     (["-p", "snapkv", "-b", "16", "--metric", "attention_recal"], 2, "metric"),
