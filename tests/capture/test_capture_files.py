@@ -318,9 +318,9 @@ def test_a_chat_template_and_layers_are_required_before_weights_are_read(
 ) -> None:
     """The folder has no weights: reading them would be another error."""
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    assert main(words(tmp_path, tmp_path / "t.h5", "--layers", "1-2,99")) == 2
+    assert main(words(tmp_path, tmp_path / "t.h5", "--layers", "1-2,99-110")) == 2
     last = SIZES["num_hidden_layers"] - 1
-    expected = f"layers of this model with attention, of 0 to {last}, found 99\n"
+    expected = f"layers of this model with attention, of 0 to {last}, found 99, 100, 101, 102 and 8 more\n"
     assert capsys.readouterr().err == f"kvreplay: --layers: no such layer: expected {expected}"
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None

@@ -97,8 +97,14 @@ def refuse_missing_layers(asked: Layers, attending: Collection[int], numbers: st
     if asked == "full" and not attending:
         raise Error("--layers full", "no such layer", "a model with full attention", "", Refusal.USAGE)
     if isinstance(asked, frozenset) and (missing := sorted(asked.difference(attending))):
-        expected = "layers of this model with attention"
-        raise Error("--layers", "no such layer", expected + numbers, ", ".join(map(str, missing)), Refusal.USAGE)
+        expected, more = "layers of this model with attention", missing[4:]
+        raise Error(
+            "--layers",
+            "no such layer",
+            expected + numbers,
+            ", ".join(map(str, missing[:4])) + (f" and {len(more)} more" if more else ""),
+            Refusal.USAGE,
+        )
 
 
 def refuse_by_structure(model: str, skeleton: Any) -> None:
