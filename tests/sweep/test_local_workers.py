@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +46,16 @@ def test_programs_have_the_usual_memory_allocation(tmp_path: Path) -> None:
         assert client.submit(os.environ.get, variable).result(timeout=60)
         words = ["sh", "-c", f"echo ${{{variable}-unset}} >&2; exit 1"]
         assert client.submit(run_program, words, "/", bool).result(timeout=60) == (1, "unset")
+
+
+def test_the_process_that_imports_for_the_workers_ignores_ctrl_c() -> None:
+    code = (
+        "from multiprocessing import forkserver\nimport signal\nfrom kvreplay.sweep import executors\n"
+        "from kvreplay.sweep.work import Allowance\n"
+        "executors.begin_imports(executors.Wanted('local', 1, 0, Allowance(1, 0), ()))\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "print(open(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read())\n"
+    )
+    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    ignored = int(re.search(r"^SigIgn:\s*(\w+)$", status, re.MULTILINE)[1], 16)
+    assert ignored >> (signal.SIGINT - 1) & 1

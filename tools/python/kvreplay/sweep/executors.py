@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +54,11 @@ def begin_imports(wanted: Wanted) -> None:
     """Starts the process from which the workers of this machine are forked. It imports their modules meanwhile."""
     if wanted.executor == "local":
         forkserver.set_forkserver_preload(["distributed", "kvreplay.sweep.sweep"])
-        forkserver.ensure_running()
+        heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the sweep
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, heard)
 
 
 @contextlib.contextmanager
