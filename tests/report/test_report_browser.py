@@ -684,6 +684,12 @@ def test_the_profile_tells_who_keeps_each_token(page, real, look):
         assert (tokens & bars).sum() <= drawn <= tokens.sum(), name
     assert sum(tokens.any() for tokens in wanted.values()) == 4
 
+    def colours(kind: str) -> list[str]:
+        paths = f"#map-chart path.profile.{kind}"
+        return window.eval_on_selector_all(paths, "all => all.map((one) => one.getAttribute('stroke'))")
+
+    assert colours("both") == [*colours("first"), *colours("second")], "bars of both have two parts"
+
 
 def test_policies_are_filtered_by_name_and_family_in_every_view(page, look):
     window = look(page)

@@ -56,14 +56,14 @@ function drawPanel(drawing, view, number, top) {
   return top + height + MAP.gap;
 }
 
-/** Classes of the profile's bars, by which policies keep a token in most of the sets shown. */
+/** Classes of the profile's bars, by which policies keep a token in most of the sets shown: name, words and colours. */
 function profileKinds(view) {
   const kept = view.cells.map((cell) => shareOf(view, cell));
   const [a, b] = view.labels;
   const has = (number, i) => kept[number] !== undefined && kept[number] !== null && kept[number][i] >= KEPT_SHARE;
-  const kinds = [["neither", b ? "evicted by both" : `evicted by ${a}`, "var(--neither)"],
-    ["first", `kept by ${a}`, colourOf(a)]];
-  if (b) kinds.push(["second", `kept by ${b}`, colourOf(b)], ["both", "kept by both", "var(--ink)"]);
+  const kinds = [["neither", b ? "evicted by both" : `evicted by ${a}`, ["var(--neither)"]],
+    ["first", `kept by ${a}`, [colourOf(a)]]];
+  if (b) kinds.push(["second", `kept by ${b}`, [colourOf(b)]], ["both", "kept by both", [colourOf(a), colourOf(b)]]);
   return { kinds, of: (i) => (has(0, i) ? (has(1, i) ? "both" : "first") : has(1, i) ? "second" : "neither") };
 }
 
@@ -96,24 +96,30 @@ function drawProfile(drawing, view, top) {
     + ", mean over heads, logarithmic";
   top = drawWords(drawing, words, top);
   let x = MAP.left;
-  for (const [, whole, colour] of kinds) {
+  for (const [, whole, colours] of kinds) {
     const most = Math.floor((map.plot - 16) / 7), name = whole.length > most ? `${whole.slice(0, most - 1)}…` : whole;
     if (x > MAP.left && x + 16 + 7 * name.length > MAP.left + map.plot) [x, top] = [MAP.left, top + 16];
-    drawing.append(make("rect", { x, y: top, width: 10, height: 10, fill: colour }),
+    const part = 10 / colours.length;
+    drawing.append(...colours.map((fill, k) => make("rect", { x, y: top + 10 - (k + 1) * part, width: 10, height: part, fill })),
       make("text", { x: x + 14, y: top + 9 }, name));
     x += 30 + 7 * name.length;
   }
   top += 18;
-  const paths = Object.fromEntries(kinds.map(([kind]) => [kind, []]));
+  const bars = Object.fromEntries(kinds.map(([kind]) => [kind, []]));
   const width = map.plot / trace.boundary;
   received.forEach((one, i) => {
     const height = one > 0 ? MAP.profile * Math.max(0, 1 + Math.log10(one / most) / DECADES) : 0;
-    const centre = MAP.left + (i + 0.5) * width;
-    if (height) paths[of(i)].push(`M${centre.toFixed(1)} ${top + MAP.profile}v${(-height).toFixed(1)}`);
+    if (height) bars[of(i)].push([MAP.left + (i + 0.5) * width, height]);
   });
-  for (const [kind, , colour] of kinds) {
-    drawing.append(make("path", { class: `profile ${kind}`, d: paths[kind].join(""), stroke: colour, fill: "none",
-      "stroke-width": Math.max(1, 0.85 * width) }));
+  for (const [kind, , colours] of kinds) {
+    colours.forEach((stroke, k) => { // of two colours, one above the other
+      const d = bars[kind].map(([x, height]) => {
+        const part = height / colours.length;
+        return `M${x.toFixed(1)} ${(top + MAP.profile - k * part).toFixed(1)}v${(-part).toFixed(1)}`;
+      });
+      drawing.append(make("path", { class: `profile ${kind}`, d: d.join(""), stroke, fill: "none",
+        "stroke-width": Math.max(1, 0.85 * width) }));
+    });
   }
   [[0, brief(most)], [MAP.profile / 2, brief(most / 100)]].forEach(([at, name]) =>
     drawing.append(make("text", { x: MAP.left - 6, y: top + at + 8, "text-anchor": "end" }, name)));
