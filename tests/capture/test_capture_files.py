@@ -326,7 +326,7 @@ def test_a_chat_template_and_layers_are_required_before_weights_are_read(
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     assert main(words(tmp_path, tmp_path / "t.h5", "--chat")) == 3
-    expected = "kvreplay: --chat: chat template: expected a model with a chat template, or plain text, found none\n"
+    expected = "kvreplay: --chat: chat template: expected a model with a chat template, or no --chat, found none\n"
     assert capsys.readouterr().err == expected
 
 

@@ -1053,6 +1053,12 @@ def test_tradeoff_draws_a_budget_free_policy_as_points(with_budget_free):
     assert figure.axes[0].get_xscale() == "log"
 
 
+def test_pareto_is_another_name_of_tradeoff(run, tmp_path, capsys):
+    for kind in ("pareto", "tradeoff"):
+        assert main([kind, str(run), "-o", str(tmp_path / f"{kind}.svg"), "--data", str(tmp_path / f"{kind}.csv")]) == 0
+    assert (tmp_path / "pareto.csv").read_text() == (tmp_path / "tradeoff.csv").read_text()
+
+
 def test_a_run_without_memory_has_no_pareto_front(broken, capsys):
     table = pd.read_csv(broken / "results.csv", dtype=str, keep_default_na=False)
     table[table["metric"] != "kv_bytes"].to_csv(broken / "results.csv", index=False)

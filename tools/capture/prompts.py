@@ -182,8 +182,8 @@ def read_prompts(path: Path, count: int | None) -> list[Prompt]:
 def require_template(tokenizer: Any, prompt: Prompt, chat: bool) -> None:
     """Rejects a tokenizer without the chat template that --chat or a conversation needs."""
     if (chat or prompt.messages) and not getattr(tokenizer, "chat_template", None):
-        where = f"{prompt.name}: messages" if prompt.messages else "--chat"
-        raise Error(where, "chat template", "a model with a chat template, or plain text", "none", Refusal.INPUT)
+        where, other = (f"{prompt.name}: messages", "") if prompt.messages else ("--chat", ", or no --chat")
+        raise Error(where, "chat template", f"a model with a chat template{other}", "none", Refusal.INPUT)
 
 
 def render(tokenizer: Any, prompt: Prompt, chat: bool) -> str:

@@ -64,6 +64,7 @@ KINDS = {
     "similarity": Kind("token × token cosine similarity of keys and values in a layer; of a run or a TRACE.h5",
                        ("traces_asked", "layer", "of")),
 }  # fmt: skip
+OTHER_NAMES = {"pareto": "tradeoff"}  # of kinds
 OF_TRACES = ("similarity",)  # kinds that need no run
 NARROWEST, WIDEST = 2.5, 20.0  # inches of a figure
 PAPER_WIDTHS = {"column": 3.25, "text": 6.75}  # inches, of a paper in two columns, as ICML sets them
@@ -87,7 +88,7 @@ def parser() -> Parser:
         ),
     )
     add = found.add_argument
-    add("kind", metavar="KIND", help="kind of figure, see below")
+    add("kind", metavar="KIND", type=lambda text: OTHER_NAMES.get(text, text), help="kind of figure, see below")
     add(
         "run",
         metavar="RUN",
