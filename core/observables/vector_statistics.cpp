@@ -93,12 +93,14 @@ Centre centre_of(const Vectors& vectors, int threads) {
   return centre;
 }
 
-/// The upper triangle of Σ w x x' over some vectors with their weights, added to `sums` [d, d].
+constexpr std::size_t product_rows = 4;  // of a matrix of products that are made at once
+
+/// The upper triangle of Σ w x x' over some vectors with their weights, added to `sums` [d, d]. `products`: scratch
+/// space, [product_rows, d].
 void add_products(const CombinationKernels& kernels, const double* some, std::span<const double, lanes> weights,
-                  std::size_t dim, std::span<double> sums) {
-  constexpr std::size_t rows = 4;
+                  std::size_t dim, std::span<double> products, std::span<double> sums) {
+  constexpr std::size_t rows = product_rows;
   std::array<double, rows * lanes> factors;
-  std::vector<double> products(rows * dim);
   for (std::size_t first = 0; first < dim; first += rows) {
     const std::size_t end = std::min(first + rows, dim), column = first / lanes * lanes;  // whole vectors of columns
     for (std::size_t r = first; r < end; ++r)
@@ -138,14 +140,14 @@ Matrix product_sums(const Vectors& vectors, const Matrix& weights, const Centre&
   const CombinationKernels& kernels = combination_kernels();
   const auto add = [&](int head, int begin, int end, std::span<double> sums) {
     const std::span<const double> of_head = row_or_none(weights, head);
-    std::vector<double> some(dim * lanes);
+    std::vector<double> some(dim * lanes), products(dim * product_rows);
     std::array<double, lanes> of_some;
     of_some.fill(1.0);
     for (int i = begin; i < end; i += lanes) {
       const int count = std::min(lanes, end - i);
       read_some(vectors, head, i, i + count, centre, some);
       if (!of_head.empty()) std::ranges::copy(of_head.subspan(at(i), at(count)), of_some.begin());
-      add_products(kernels, some.data(), of_some, dim, sums);
+      add_products(kernels, some.data(), of_some, dim, products, sums);
     }
   };
   Matrix sums = summed(vectors, vectors.dim * vectors.dim, threads, add);

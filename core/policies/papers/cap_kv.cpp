@@ -72,14 +72,15 @@ struct CapKv {
       for (double& weight : summed.row(head).subspan(static_cast<std::size_t>(protected_sinks))) weight += epsilon;
     QuadraticForms forms{.matrices = product_sums({view.query_heads(), values.count, values.dim, read}, summed, {},
                                                   view.backend().threads())};
-    for (int head = 0; head < view.query_heads(); ++head) {
+    view.on_threads(static_cast<std::size_t>(view.query_heads()), [&](std::size_t number) {
+      const auto head = static_cast<int>(number);
       Matrix capacity(values.dim, values.dim);
       std::ranges::copy(forms.matrices.row(head), capacity.values().begin());
       for (int i = 0; i < values.dim; ++i) capacity(i, i) += 1;
       const std::optional<Matrix> inverse = inverse_of_positive(capacity);
       if (!inverse) throw Error{Refusal::input, "cap-kv", "the matrix of the values is singular", "smaller values"};
       std::ranges::copy(inverse->values(), forms.matrices.row(head).begin());
-    }
+    });
     Matrix all = values_of(forms, values, view.backend().threads());
     for (std::size_t i = 0; i < all.values().size(); ++i) all.values()[i] *= of_keys.values()[i];
     return all;

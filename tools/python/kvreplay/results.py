@@ -210,7 +210,7 @@ class Run:
         Numbers are floats, NaN where undefined; other columns are texts as in the file. Rows of single heads, often
         most of the file, are omitted. A run with a sampled trace has the columns `sample` and `half_width`: half the
         width of the 95 % interval of an estimate over all layers and heads, NaN for other values."""
-        table = self._read(lambda rows: pd.Series(True, rows.index))
+        table = self._read(every_row)
         return table.assign(label=labels(table))
 
     @cached_property
@@ -232,7 +232,7 @@ class Run:
         if path is None:
             return pd.DataFrame(columns=[*COLUMNS, *MEASURED])
         columns = [*COLUMNS, *MEASURED]
-        return chosen(path, rows_of(path), columns, lambda rows: pd.Series(True, rows.index))[columns]
+        return chosen(path, rows_of(path), columns, every_row)[columns]
 
     def written(self, trace: str) -> dict[str, str]:
         """By cell, the text that the live model generated for this trace (`kvreplay live --generate`)."""
@@ -720,6 +720,10 @@ def heads_of_layers(group: h5py.Group, layers: int) -> np.ndarray:
 def rows_of(path: Path) -> Iterator[pd.DataFrame]:
     """Yields the rows of a CSV file in pieces, as Python objects: faster to create than strings; few rows are used."""
     yield from pd.read_csv(path, dtype=object, keep_default_na=False, encoding="utf-8", chunksize=PIECE)
+
+
+def every_row(rows: pd.DataFrame) -> pd.Series:
+    return pd.Series(True, rows.index)
 
 
 def chosen(
