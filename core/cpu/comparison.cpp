@@ -30,9 +30,7 @@ struct Worker {
   ThreadScratch& scratch;
 
   void widen(const TensorView& tensor, int head, int token, double* out) const {
-    float* vector = scratch.staging.at_least(at(tensor.dim));
-    tiles.widen(tensor.row(head, token), tensor.dtype, tensor.dim, vector);
-    std::copy_n(vector, tensor.dim, out);
+    tiles.widen_to_double(tensor.row(head, token), tensor.dtype, tensor.dim, out);
   }
 };
 
@@ -46,16 +44,19 @@ struct Row {
 /// of float64 is wide; the last group is padded.
 struct LaneMatrix {
   LaneMatrix() = default;
-  LaneMatrix(AlignedBuffer<double>& buffer, const TileKernels& tiles, int rows, int column_count, double filler)
+  LaneMatrix(AlignedBuffer<double>& buffer, const TileKernels& tiles, int rows, int column_count)
       : lanes(tiles.wide_keys), groups((rows + lanes - 1) / lanes), columns(column_count) {
-    const std::size_t count = product(groups * lanes, columns);
-    numbers = buffer.at_least(count);
-    std::fill_n(numbers, count, filler);
+    numbers = buffer.at_least(product(groups * lanes, columns));
   }
 
   double* group(int g) const { return numbers + product(g * lanes, columns); }
   /// The numbers of a row are `lanes` apart.
   double* row(int r) const { return group(r / lanes) + r % lanes; }
+
+  void fill(double number) const { std::fill_n(numbers, product(groups * lanes, columns), number); }
+  void fill_column(int column, double number) const {
+    for (int g = 0; g < groups; ++g) std::fill_n(group(g) + product(column, lanes), lanes, number);
+  }
 
   int lanes = 0;
   int groups = 0;
@@ -63,15 +64,17 @@ struct LaneMatrix {
   double* numbers = nullptr;
 };
 
-/// Logits of a group -> weights in place, for as many rows as there are sink logits; -infinity is a key that does not
-/// take part, or no sink logit.
-void softmax(const ComparisonKernels& kernels, const LaneMatrix& matrix, int group, std::span<const double> sinks) {
-  std::vector<double> highest(at(matrix.lanes), -HUGE_VAL), sum(highest.size(), 1.0);
-  kernels.raise_highest(matrix.group(group), matrix.columns, highest.data());
+/// Logits of a group -> exponentials, and for each row the sum that they are to be divided by; -infinity is a key that
+/// does not take part, or no sink logit. There are as many rows as sink logits.
+std::vector<double> exponentials(const ComparisonKernels& kernels, const double* logits, int columns, int lanes,
+                                 std::span<const double> sinks, double* out) {
+  std::vector<double> highest(at(lanes), -HUGE_VAL), sum(highest.size(), 1.0);
+  kernels.raise_highest(logits, columns, highest.data());
   for (std::size_t lane = 0; lane < sinks.size(); ++lane)
     sum[lane] = sink_weight(sinks[lane] * std::numbers::log2e, highest[lane] * std::numbers::log2e);
   std::ranges::replace(highest, -HUGE_VAL, 0.0);  // of rows where nothing takes part
-  kernels.softmax(matrix.group(group), matrix.columns, highest.data(), sum.data());
+  kernels.exponentials(logits, columns, highest.data(), out, sum.data());
+  return sum;
 }
 
 /// out(first, count, i, products): <row, key i> of `count` rows from `first` on; row_vector(r, at) and
@@ -82,7 +85,6 @@ void for_products(const Worker& worker, int dim, int rows, int keys, const auto&
   const int lanes = tiles.wide_keys;
   double* packed_rows = scratch.wide_rows.at_least(product(rounded_up(rows, lanes), dim));
   double* vectors = scratch.sums.at_least(product(std::max(tiles.rows, lanes), dim));
-  double* packed_keys = scratch.wide_keys.at_least(product(tiles.rows, dim));
   double* products = scratch.wide_products.at_least(product(tiles.rows, lanes));
   for (int first = 0; first < rows; first += lanes) {
     const int count = std::min(lanes, rows - first);
@@ -92,9 +94,8 @@ void for_products(const Worker& worker, int dim, int rows, int keys, const auto&
   for (int begin = 0; begin < keys; begin += tiles.rows) {
     const int count = std::min(tiles.rows, keys - begin);
     for (int i = 0; i < count; ++i) key_vector(begin + i, vectors + product(i, dim));
-    tiles.wide_pack(vectors, count, dim, tiles.rows, packed_keys);
     for (int first = 0; first < rows; first += lanes) {
-      tiles.wide_products(packed_keys, packed_rows + product(first, dim), dim, count, products);
+      tiles.wide_products({vectors, dim, 1}, packed_rows + product(first, dim), dim, count, products);
       for (int i = 0; i < count; ++i)
         out(first, std::min(lanes, rows - first), begin + i, products + product(i, lanes));
     }
@@ -111,6 +112,12 @@ class Logit {
     const double z = scale_ * product;
     return cap_ > 0.0 ? cap_ * std::tanh(z / cap_) : z;
   }
+  void of_each(const double* products, int count, double* out) const {
+    if (cap_ > 0.0)
+      std::transform(products, products + count, out, *this);
+    else
+      for (int i = 0; i < count; ++i) out[i] = scale_ * products[i];
+  }
 
  private:
   double scale_;
@@ -122,24 +129,21 @@ class Logit {
 LaneMatrix weighted_sums(const Worker& worker, const LaneMatrix& weights, std::span<const std::int32_t> numbers,
                          int dim, AlignedBuffer<double>& buffer, const auto& value) {
   const auto& [tiles, sums, scratch] = worker;
-  const int lanes = weights.lanes, padded = rounded_up(dim, tiles.rows);
-  const LaneMatrix outputs(buffer, tiles, weights.groups * lanes, padded, 0.0);
-  double* vector = scratch.sums.at_least(at(padded));
-  double* values = scratch.wide_keys.at_least(product(chunk_keys, padded));  // [padded / rows, chunk_keys, rows]
+  const int lanes = weights.lanes;
+  const LaneMatrix outputs(buffer, tiles, weights.groups * lanes, dim);
+  outputs.fill(0.0);
+  double* values = scratch.wide_keys.at_least(product(chunk_keys, dim) + at(tiles.rows));  // [chunk_keys, dim]
   double* products = scratch.wide_products.at_least(product(tiles.rows, lanes));
-  std::fill_n(vector, padded, 0.0);
   for (std::size_t begin = 0, end = 0; begin < numbers.size(); begin = end) {
-    for (; end < numbers.size() && numbers[end] / chunk_keys == numbers[begin] / chunk_keys; ++end) {
-      value(numbers[end], vector);
-      for (int c = 0; c < padded; c += tiles.rows)
-        std::copy_n(vector + c, tiles.rows, values + product(c, chunk_keys) + (end - begin) * at(tiles.rows));
-    }
+    for (; end < numbers.size() && numbers[end] / chunk_keys == numbers[begin] / chunk_keys; ++end)
+      value(numbers[end], values + (end - begin) * at(dim));
     for (int group = 0; group < weights.groups; ++group) {
-      for (int c = 0; c < padded; c += tiles.rows) {
-        tiles.wide_products(values + product(c, chunk_keys), weights.group(group) + begin * at(lanes),
-                            static_cast<int>(end - begin), tiles.rows, products);
+      for (int c = 0; c < dim; c += tiles.rows) {
+        const int count = std::min(tiles.rows, dim - c);
+        tiles.wide_products({values + c, 1, dim}, weights.group(group) + begin * at(lanes),
+                            static_cast<int>(end - begin), count, products);
         double* out = outputs.group(group) + product(c, lanes);
-        for (std::size_t i = 0; i < product(tiles.rows, lanes); ++i) out[i] += products[i];
+        for (std::size_t i = 0; i < product(count, lanes); ++i) out[i] += products[i];
       }
     }
   }
@@ -156,16 +160,18 @@ struct Columns {
 
   int count() const { return static_cast<int>(numbers.size()); }
   int below(int number) const { return static_cast<int>(std::ranges::lower_bound(numbers, number) - numbers.begin()); }
+  StoredColumns stored() const { return {numbers.data(), count(), sinks, prompt}; }
 
   std::vector<std::int32_t> numbers;
   int sinks = 0;   // of the first tokens, below the boundary
   int prompt = 0;  // below the boundary
 };
 
-/// Sums over columns of the products of full and stored numbers, and of the squares of the stored ones.
-struct AlignmentSums {
-  explicit AlignmentSums(int lanes) : dot(at(lanes)), square(at(lanes)) {}
+/// Of the rows of a group.
+struct GroupSums {
+  explicit GroupSums(int lanes) : dot(at(lanes)), square(at(lanes)) {}
 
+  AlignmentSums sums() { return {dot.data(), square.data()}; }
   void store(Alignment Comparison::* part, std::span<Comparison> rows) const {
     for (std::size_t row = 0; row < rows.size(); ++row) {
       (rows[row].*part).dot = dot[row];
@@ -184,12 +190,15 @@ class Block {
       : worker(with), layer(of_layer), kv_head(of_head), queries(end_query - first_query) {
     const int group = layer.group();
     first_key = std::numeric_limits<int>::max();
+    first_end = first_key;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (int query = first_query; query < end_query; ++query) {
         const QueryPlace& place = places[at(query)];
         rows.push_back({head, query, place});
         first_key = std::min(first_key, place.first);
         end_key = std::max(end_key, place.end);
+        last_first = std::max(last_first, place.first);
+        first_end = std::min(first_end, place.end);
       }
     }
     full.resize(rows.size());
@@ -198,31 +207,29 @@ class Block {
   int row_count() const { return static_cast<int>(rows.size()); }
   int width() const { return end_key - first_key; }
   bool sees(int row, int key) const { return key >= rows[at(row)].place.first && key < rows[at(row)].place.end; }
-
-  LaneMatrix no_logits(AlignedBuffer<double>& buffer, int columns) const {
-    return {buffer, worker.tiles, row_count(), columns, -HUGE_VAL};
-  }
+  bool all_see(int key) const { return key >= last_first && key < first_end; }
 
   /// Logits, weights and outputs, and the sums of them alone.
   void attend(int boundary) {
     std::vector<std::int32_t> numbers(at(width()));
     std::iota(numbers.begin(), numbers.end(), 0);
     const Columns columns(std::move(numbers), first_key, boundary);
-    logits = no_logits(worker.scratch.full_logits, width());
+    logits = LaneMatrix(worker.scratch.full_logits, worker.tiles, row_count(), width());
+    for (int i = 0; i < width(); ++i)
+      if (!all_see(first_key + i)) logits.fill_column(i, -HUGE_VAL);
     for_products(
         worker, layer.q.dim, row_count(), width(),
         [&](int row, double* out) { worker.widen(layer.q, rows[at(row)].head, rows[at(row)].place.stored, out); },
         [&](int i, double* out) { worker.widen(layer.k, kv_head, first_key + i, out); },
         [&, logit = Logit(layer)](int first, int count, int i, const double* products) {
           double* out = logits.row(first) + product(i, logits.lanes);
+          if (all_see(first_key + i)) return logit.of_each(products, logits.lanes, out);
           for (int r = 0; r < count; ++r)
             if (sees(first + r, first_key + i)) out[r] = logit(products[r]);
         });
-    weights = no_logits(worker.scratch.full_weights, width());
-    std::copy_n(logits.numbers, product(logits.groups * logits.lanes, width()), weights.numbers);
-    make_weights(weights);
+    weights = LaneMatrix(worker.scratch.full_weights, worker.tiles, row_count(), width());
+    compare_weights(columns, logits, weights, full);
     compare_logits(columns, logits, full);
-    compare_weights(columns, weights, full);
     for (Comparison& row : full) {
       for (Alignment* part : {&row.all, &row.prompt, &row.nosink, &row.logits}) part->full_square = part->stored_square;
       if (!layer.sinks.empty()) row.full_mass = row.mass;
@@ -231,40 +238,35 @@ class Block {
                             [&](int i, double* out) { worker.widen(layer.v, kv_head, first_key + i, out); });
   }
 
-  void make_weights(const LaneMatrix& matrix) const {
-    std::vector<double> sinks;
-    for (const Row& row : rows) sinks.push_back(layer.sink(row.head));
-    for (int group = 0; group < matrix.groups; ++group)
-      softmax(worker.sums, matrix, group, rows_of_group(std::span(sinks), group));
-  }
-
   void compare_logits(const Columns& columns, const LaneMatrix& stored, std::span<Comparison> compared) const {
     for (int group = 0; group < logits.groups; ++group) {
-      const std::span<Comparison> of_rows = rows_of_group(compared, group);
-      AlignmentSums sums(logits.lanes);
-      align(logits, columns, stored, group, 0, columns.prompt, sums);
-      sums.store(&Comparison::logits, of_rows);
+      GroupSums sums(logits.lanes);
       std::vector<double> mass(at(logits.lanes));
-      worker.sums.add_held(weights.group(group), columns.numbers.data(), stored.group(group), columns.count(),
-                           mass.data());
+      worker.sums.compare_logits(logits.group(group), weights.group(group), columns.stored(), stored.group(group),
+                                 sums.sums(), mass.data());
+      const std::span<Comparison> of_rows = rows_of_group(compared, group);
+      sums.store(&Comparison::logits, of_rows);
       for (std::size_t row = 0; row < of_rows.size(); ++row) of_rows[row].mass = mass[row];
     }
   }
 
-  void compare_weights(const Columns& columns, const LaneMatrix& stored, std::span<Comparison> compared) const {
-    for (int group = 0; group < weights.groups; ++group) {
+  /// Logits of columns -> weights, which may stand where the logits stood, against the full attention.
+  void compare_weights(const Columns& columns, const LaneMatrix& of_columns, const LaneMatrix& out,
+                       std::span<Comparison> compared) const {
+    std::vector<double> sinks;
+    for (const Row& row : rows) sinks.push_back(layer.sink(row.head));
+    for (int group = 0; group < out.groups; ++group) {
+      const std::vector<double> sum = exponentials(worker.sums, of_columns.group(group), columns.count(), out.lanes,
+                                                   rows_of_group(std::span(sinks), group), out.group(group));
+      GroupSums nosink(out.lanes), prompt(out.lanes), all(out.lanes);
+      std::vector<double> distance(at(out.lanes));
+      worker.sums.compare_weights(weights.group(group), width(), columns.stored(), out.group(group), sum.data(),
+                                  {nosink.sums(), prompt.sums(), all.sums(), distance.data()});
       const std::span<Comparison> of_rows = rows_of_group(compared, group);
-      AlignmentSums all(weights.lanes), nosink(weights.lanes);
-      align(weights, columns, stored, group, columns.sinks, columns.prompt, nosink);
       nosink.store(&Comparison::nosink, of_rows);
-      align(weights, columns, stored, group, 0, columns.prompt, all);
-      all.store(&Comparison::prompt, of_rows);
-      align(weights, columns, stored, group, columns.prompt, columns.count(), all);
+      prompt.store(&Comparison::prompt, of_rows);
       all.store(&Comparison::all, of_rows);
-      std::vector<double> l1(at(weights.lanes));
-      worker.sums.add_distances(weights.group(group), width(), columns.numbers.data(), stored.group(group),
-                                columns.count(), l1.data());
-      for (std::size_t row = 0; row < of_rows.size(); ++row) of_rows[row].l1 = l1[row];
+      for (std::size_t row = 0; row < of_rows.size(); ++row) of_rows[row].l1 = distance[row];
     }
   }
 
@@ -274,22 +276,17 @@ class Block {
   int queries;  // of each query head
   int first_key = 0;
   int end_key = 0;
-  std::vector<Row> rows;         // query heads, the queries of each
-  LaneMatrix logits, weights;    // of all keys
-  LaneMatrix outputs;            // a column for each number of a value
-  std::vector<Comparison> full;  // of each row with itself
+  int last_first = 0, first_end = 0;  // all rows see the keys [last_first, first_end)
+  std::vector<Row> rows;              // query heads, the queries of each
+  LaneMatrix logits, weights;         // of all keys
+  LaneMatrix outputs;                 // a column for each number of a value
+  std::vector<Comparison> full;       // of each row with itself
 
  private:
   template <class T>
   std::span<T> rows_of_group(std::span<T> of_rows, int group) const {
     const std::size_t first = product(group, worker.tiles.wide_keys);
     return of_rows.subspan(first, std::min(at(worker.tiles.wide_keys), of_rows.size() - first));
-  }
-
-  void align(const LaneMatrix& all, const Columns& columns, const LaneMatrix& stored, int group, int begin, int end,
-             AlignmentSums& sums) const {
-    worker.sums.align(all.group(group), columns.numbers.data(), stored.group(group), begin, end, sums.dot.data(),
-                      sums.square.data());
   }
 };
 
@@ -311,14 +308,11 @@ class ChangedBlock {
       : worker_(block.worker), rotation_(rotation), changed_(changed), block_(block) {
     std::vector<RowOfSet> distinct;
     std::vector<bool> own(at(block.width()));
-    int last_first = block.first_key, first_end = block.end_key;  // keys between them are seen by all rows
     for (const Row& row : block.rows) {
       const KeptSet& kept = changed.kept[changed.kept.size() == 1 ? 0 : at(row.query)];
       sets_.push_back({&kept, kept.row_of(row.head, block.layer.group())});
       if (std::ranges::find(distinct, sets_.back()) == distinct.end()) distinct.push_back(sets_.back());
       own[at(row.place.own - block.first_key)] = true;
-      last_first = std::max(last_first, row.place.first);
-      first_end = std::min(first_end, row.place.end);
     }
     std::vector<std::int32_t> numbers;
     for (int i = 0; i < block.width(); ++i) {
@@ -326,10 +320,12 @@ class ChangedBlock {
       const auto holders = std::ranges::count_if(distinct, [&](const RowOfSet& set) { return set.keeps(key); });
       if (holders == 0 && !own[at(i)]) continue;
       numbers.push_back(i);
-      shared_.push_back(holders == std::ssize(distinct) && key >= last_first && key < first_end);
+      shared_.push_back(holders == std::ssize(distinct) && block.all_see(key));
     }
     columns_ = Columns(std::move(numbers), block.first_key, boundary);
-    weights_ = block.no_logits(worker_.scratch.set_weights, columns_.count());
+    weights_ = LaneMatrix(worker_.scratch.set_weights, worker_.tiles, block.row_count(), columns_.count());
+    for (int column = 0; column < columns_.count(); ++column)
+      if (!shared_[at(column)]) weights_.fill_column(column, -HUGE_VAL);
   }
 
   std::vector<Comparison> compare() {
@@ -341,8 +337,7 @@ class ChangedBlock {
     std::vector<Comparison> compared = block_.full;
     block_.compare_logits(columns_, weights_, compared);
     if (changed_.weights != nullptr) weigh_tokens();
-    block_.make_weights(weights_);
-    block_.compare_weights(columns_, weights_, compared);
+    block_.compare_weights(columns_, weights_, weights_, compared);
     return compared;
   }
 
@@ -377,6 +372,10 @@ class ChangedBlock {
       for (int column = 0; column < columns_.count(); ++column) {
         const double* full = block_.logits.row(row) + product(columns_.numbers[at(column)], weights_.lanes);
         double* out = weights_.row(row) + product(column, weights_.lanes);
+        if (shared_[at(column)]) {
+          std::copy_n(full, weights_.lanes, out);
+          continue;
+        }
         for (int lane = 0; lane < lanes; ++lane)
           if (reads(row + lane, column)) out[lane] = full[lane];
       }
@@ -406,6 +405,7 @@ class ChangedBlock {
     std::vector<int> columns;                    // that some row reads
     std::vector<int> moved(at(block_.end_key));  // by how much each is nearer the beginning, negative
     for (const std::vector<int>& members : rows_of_same_places()) {
+      const bool of_all = std::ssize(members) == block_.row_count();  // in their order
       int slot = 0;
       for (int key = 0; moves() && key < block_.end_key; ++key) {
         moved[at(key)] = slot - key;
@@ -429,6 +429,8 @@ class ChangedBlock {
           [&, logit = Logit(layer)](int first, int count, int i, const double* products) {
             const int column = columns[at(i)];
             const bool shared = shared_[at(column)];
+            if (shared && of_all)
+              return logit.of_each(products, weights_.lanes, weights_.row(first) + product(column, weights_.lanes));
             for (int r = 0; r < count; ++r) {
               const int row = members[at(first + r)];
               if (shared || reads(row, column)) logits[at(row)][product(column, weights_.lanes)] = logit(products[r]);
@@ -455,7 +457,7 @@ class ChangedBlock {
   LaneMatrix evolving_outputs() const {
     const int heads = block_.row_count() / block_.queries;
     const EvolvingValues::Reader values_before = changed_.values->of_head(block_.kv_head);
-    const LaneMatrix outputs(worker_.scratch.set_outputs, worker_.tiles, block_.row_count(), dim(), 0.0);
+    const LaneMatrix outputs(worker_.scratch.set_outputs, worker_.tiles, block_.row_count(), dim());
     for (int query = 0; query < block_.queries; ++query) {
       const QueryPlace& place = block_.rows[at(query)].place;
       const int begin = columns_.below(place.first - block_.first_key),
@@ -463,7 +465,8 @@ class ChangedBlock {
       const std::span<const float> values = values_before(place.own);
       std::vector<std::int32_t> numbers;  // from the first key that the query sees on
       for (int column = begin; column < end; ++column) numbers.push_back(key_of(column) - place.first);
-      const LaneMatrix weights(worker_.scratch.query_weights, worker_.tiles, heads, end - begin, 0.0);
+      const LaneMatrix weights(worker_.scratch.query_weights, worker_.tiles, heads, end - begin);
+      weights.fill(0.0);
       for (int head = 0; head < heads; ++head)
         copy_row(weights_.row(head * block_.queries + query) + product(begin, weights.lanes), weights, head);
       const LaneMatrix of_query =

@@ -36,6 +36,12 @@ HWY_INLINE Rows load(const double* from, int column) {
   return {{hn::Load(Doubles(), first), hn::Load(Doubles(), first + wide_lanes)}};
 }
 
+HWY_INLINE void store(const Rows& rows, double* to, int column) {
+  double* first = to + static_cast<std::ptrdiff_t>(column) * wide_tile_columns;
+  hn::Store(rows.x[0], Doubles(), first);
+  hn::Store(rows.x[1], Doubles(), first + wide_lanes);
+}
+
 HWY_INLINE Rows load_sums(const double* from) {
   return {{hn::LoadU(Doubles(), from), hn::LoadU(Doubles(), from + wide_lanes)}};
 }
@@ -75,23 +81,20 @@ void raise_highest(const double* logits, int columns, double* highest_out) {
   store_sums(highest, highest_out);
 }
 
-void softmax(double* logits, int columns, const double* highest_of, const double* sum_of) {
+void exponentials(const double* logits, int columns, const double* highest_of, double* out, double* sum_out) {
   const Rows highest = load_sums(highest_of);
-  Rows sum = load_sums(sum_of);
-  double* const end = logits + static_cast<std::ptrdiff_t>(columns) * wide_tile_columns;
-  for (double* at = logits; at != end; at += wide_tile_columns) {
+  Rows sum = load_sums(sum_out);
+  for (int j = 0; j < columns; ++j) {
+    Rows power = load(logits, j);
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
-      const WideVector power = exponential(hn::Sub(hn::Load(Doubles(), at + v * wide_lanes), highest.x[v]));
-      const WideVector weight = hn::IfThenZeroElse(hn::Lt(power, hn::Set(Doubles(), least_weight)), power);
-      sum.x[v] = hn::Add(sum.x[v], weight);
-      hn::Store(weight, Doubles(), at + v * wide_lanes);
+      power.x[v] = exponential(hn::Sub(power.x[v], highest.x[v]));
+      power.x[v] = hn::IfThenZeroElse(hn::Lt(power.x[v], hn::Set(Doubles(), least_weight)), power.x[v]);
+      sum.x[v] = hn::Add(sum.x[v], power.x[v]);
     }
+    store(power, out, j);
   }
-  for (double* at = logits; at != end; at += wide_tile_columns)
-#pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v)
-      hn::Store(hn::Div(hn::Load(Doubles(), at + v * wide_lanes), sum.x[v]), Doubles(), at + v * wide_lanes);
+  store_sums(sum, sum_out);
 }
 
 /// True for NaN: sums with it are NaN. Ne() is false for it on some levels.
@@ -99,57 +102,90 @@ HWY_INLINE auto is_held(WideVector logits) {
   return hn::Not(hn::Eq(logits, hn::Set(Doubles(), -std::numeric_limits<double>::infinity())));
 }
 
-void align(const double* full, const std::int32_t* number, const double* stored, int begin, int end, double* dot_out,
-           double* square_out) {
-  Rows dot = load_sums(dot_out), square = load_sums(square_out);
-  for (int j = begin; j < end; ++j) {
-    const Rows of_full = load(full, number[j]), of_stored = load(stored, j);
+struct Alignment {
+  Rows dot, square;
+
+  HWY_INLINE void add(const Rows& full, const Rows& stored) {
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
-      const WideVector x = hn::IfThenElseZero(is_held(of_full.x[v]), of_full.x[v]);
-      const WideVector y = hn::IfThenElseZero(is_held(of_stored.x[v]), of_stored.x[v]);
-      dot.x[v] = hn::Add(dot.x[v], hn::Mul(x, y));
-      square.x[v] = hn::Add(square.x[v], hn::Mul(y, y));
+      dot.x[v] = hn::Add(dot.x[v], hn::Mul(full.x[v], stored.x[v]));
+      square.x[v] = hn::Add(square.x[v], hn::Mul(stored.x[v], stored.x[v]));
     }
   }
-  store_sums(dot, dot_out);
-  store_sums(square, square_out);
+  HWY_INLINE void store(const AlignmentSums& sums) const {
+    store_sums(dot, sums.dot);
+    store_sums(square, sums.square);
+  }
+};
+
+HWY_INLINE Rows zeros() { return {{hn::Zero(Doubles()), hn::Zero(Doubles())}}; }
+
+HWY_INLINE Rows held_or_zero(Rows logits) {
+#pragma GCC unroll 2
+  for (int v = 0; v < vectors; ++v) logits.x[v] = hn::IfThenElseZero(is_held(logits.x[v]), logits.x[v]);
+  return logits;
 }
 
-void add_held(const double* full, const std::int32_t* number, const double* stored, int columns, double* mass_out) {
-  Rows mass = load_sums(mass_out);
-  for (int j = 0; j < columns; ++j) {
-    const Rows of_full = load(full, number[j]), of_stored = load(stored, j);
+void compare_logits(const double* full, const double* weights, const StoredColumns& columns, const double* stored,
+                    AlignmentSums logits, double* mass_out) {
+  Alignment sums{zeros(), zeros()};
+  Rows mass = zeros();
+  for (int j = 0; j < columns.count; ++j) {
+    const Rows of_stored = load(stored, j), weight = load(weights, columns.number[j]);
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v)
-      mass.x[v] = hn::Add(mass.x[v], hn::IfThenElseZero(is_held(of_stored.x[v]), of_full.x[v]));
+      mass.x[v] = hn::Add(mass.x[v], hn::IfThenElseZero(is_held(of_stored.x[v]), weight.x[v]));
+    if (j < columns.prompt) sums.add(held_or_zero(load(full, columns.number[j])), held_or_zero(of_stored));
   }
+  sums.store(logits);
   store_sums(mass, mass_out);
 }
 
-void add_distances(const double* full, int width, const std::int32_t* number, const double* stored, int columns,
-                   double* distance_out) {
-  Rows distance = load_sums(distance_out);
-  for (int column = 0, j = 0; column < width; ++column) {
-    Rows difference = load(full, column);
-    if (j < columns && number[j] == column) {
-      const Rows of_stored = load(stored, j++);
-      for (int v = 0; v < vectors; ++v) difference.x[v] = hn::Sub(difference.x[v], of_stored.x[v]);
-    }
+void compare_weights(const double* full, int width, const StoredColumns& columns, double* stored, const double* sum_of,
+                     const WeightSums& sums) {
+  const Rows sum = load_sums(sum_of);
+  Alignment all{zeros(), zeros()}, nosink{zeros(), zeros()};
+  Rows distance = zeros();
+  int j = 0, next = 0;  // next: the first column of `full` that has not been counted
+  const auto add_distance_of_others = [&](int end) HWY_ATTR {
+    for (; next < end; ++next) {
+      const Rows of_full = load(full, next);
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) distance.x[v] = hn::Add(distance.x[v], hn::Abs(difference.x[v]));
-  }
-  store_sums(distance, distance_out);
+      for (int v = 0; v < vectors; ++v) distance.x[v] = hn::Add(distance.x[v], hn::Abs(of_full.x[v]));
+    }
+  };
+  const auto add_columns = [&](int end, bool after_sinks) HWY_ATTR {
+    for (; j < end; ++j) {
+      add_distance_of_others(columns.number[j]);
+      Rows weight = load(stored, j);
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v) weight.x[v] = hn::Div(weight.x[v], sum.x[v]);
+      store(weight, stored, j);
+      const Rows of_full = load(full, next++);  // after the store: `stored` may be `full`
+      all.add(of_full, weight);
+      if (after_sinks) nosink.add(of_full, weight);
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v)
+        distance.x[v] = hn::Add(distance.x[v], hn::Abs(hn::Sub(of_full.x[v], weight.x[v])));
+    }
+  };
+  add_columns(columns.sinks, false);
+  add_columns(columns.prompt, true);
+  nosink.store(sums.nosink);
+  all.store(sums.prompt);
+  add_columns(columns.count, false);
+  add_distance_of_others(width);
+  all.store(sums.all);
+  store_sums(distance, sums.distance);
 }
 
 }  // namespace
 
 const ComparisonKernels& comparison_table() {
   static const ComparisonKernels table{.raise_highest = raise_highest,
-                                       .softmax = softmax,
-                                       .align = align,
-                                       .add_held = add_held,
-                                       .add_distances = add_distances};
+                                       .exponentials = exponentials,
+                                       .compare_logits = compare_logits,
+                                       .compare_weights = compare_weights};
   return table;
 }
 

@@ -69,23 +69,28 @@ HWY_INLINE void clear(D tag, hn::Vec<D> (&sums)[height][vectors]) {
   for (int r = 0; r < height; ++r) sums[r][0] = sums[r][1] = hn::Zero(tag);
 }
 
-/// sums[r][v] += Σ_k panel[k, r] * tile[k, column]: every index of `sums` is a constant once unrolled. A panel is
-/// [depth, tile_rows], a tile [depth, `vectors` vectors].
+/// sums[r][v] += rows[r * step] * tile[column]: every index of `sums` is a constant once unrolled.
+template <class Product, int height, class D>
+HWY_INLINE void add_row_products(D tag, const hn::TFromD<D>* rows, std::ptrdiff_t step, const hn::TFromD<D>* tile,
+                                 hn::Vec<D> (&sums)[height][vectors]) {
+  const hn::Vec<D> column0 = hn::Load(tag, tile);
+  const hn::Vec<D> column1 = hn::Load(tag, tile + hn::MaxLanes(D()));
+#pragma GCC unroll 16
+  for (int r = 0; r < height; ++r) {
+    const hn::Vec<D> broadcast = hn::Set(tag, rows[r * step]);
+    sums[r][0] = Product::add(broadcast, column0, sums[r][0]);
+    sums[r][1] = Product::add(broadcast, column1, sums[r][1]);
+  }
+}
+
+/// sums[r][v] += Σ_k panel[k, r] * tile[k, column]. A panel is [depth, tile_rows], a tile [depth, `vectors` vectors].
 template <class Product, int height, class D>
 HWY_INLINE void multiply(D tag, const hn::TFromD<D>* panel, const hn::TFromD<D>* tile, int depth,
                          hn::Vec<D> (&sums)[height][vectors]) {
   constexpr int width = static_cast<int>(hn::MaxLanes(D()));
 #pragma GCC unroll 2
-  for (int k = 0; k < depth; ++k, panel += tile_rows, tile += vectors * width) {
-    const hn::Vec<D> column0 = hn::Load(tag, tile);
-    const hn::Vec<D> column1 = hn::Load(tag, tile + width);
-#pragma GCC unroll 16
-    for (int r = 0; r < height; ++r) {
-      const hn::Vec<D> broadcast = hn::Set(tag, panel[r]);
-      sums[r][0] = Product::add(broadcast, column0, sums[r][0]);
-      sums[r][1] = Product::add(broadcast, column1, sums[r][1]);
-    }
-  }
+  for (int k = 0; k < depth; ++k, panel += tile_rows, tile += vectors * width)
+    add_row_products<Product>(tag, panel, 1, tile, sums);
 }
 
 /// out[r, column] = sums.

@@ -347,16 +347,20 @@ void add_columns(const TileBlock& block, int tile, int begin, int end, const flo
 }
 
 template <int height>
-HWY_INLINE void wide_products_of(const double* panel, const double* tile, int dim, double* out) {
+HWY_INLINE void wide_products_of(const WidePanel& panel, const double* tile, int dim, double* out) {
   WideVector sums[height][vectors];
   clear(Doubles(), sums);
-  multiply<SeparateProduct>(Doubles(), panel, tile, dim, sums);
+  const double* row = panel.rows;
+  for (int k = 0; k < dim; ++k, row += panel.step, tile += wide_tile_columns)
+    add_row_products<SeparateProduct>(Doubles(), row, panel.row_step, tile, sums);
   store(Doubles(), sums, out);
 }
 
-void wide_products(const double* panel, const double* tile, int dim, int count, double* out) {
+void wide_products(const WidePanel& panel, const double* tile, int dim, int count, double* out) {
   if (count == 1)
     wide_products_of<1>(panel, tile, dim, out);
+  else if (count <= tile_rows / 3)
+    wide_products_of<tile_rows / 3>(panel, tile, dim, out);
   else
     wide_products_of<tile_rows>(panel, tile, dim, out);
 }
@@ -408,6 +412,20 @@ void widen(const std::byte* source, DType type, int count, float* out) {
     std::memcpy(rest, source + i * element, static_cast<std::size_t>(count - i) * element);
     hn::Store(widen_lanes(rest), floats, wide);
     std::memcpy(out + i, wide, static_cast<std::size_t>(count - i) * sizeof(float));
+  }
+}
+
+void widen_to_double(const std::byte* source, DType type, int count, double* out) {
+  constexpr int at_once = 4 * lanes;
+  HWY_ALIGN float narrow[at_once];
+  const auto element = static_cast<std::ptrdiff_t>(size_of(type));
+  for (int i = 0; i < count; i += at_once) {
+    const int some = std::min(at_once, count - i);
+    widen(source + i * element, type, some, narrow);
+    int k = 0;
+    for (; k + wide_lanes <= some; k += wide_lanes)
+      hn::StoreU(hn::PromoteTo(Doubles(), hn::Load(HalfFloats(), narrow + k)), Doubles(), out + i + k);
+    for (; k < some; ++k) out[i + k] = static_cast<double>(narrow[k]);
   }
 }
 
@@ -552,6 +570,7 @@ const TileKernels& kernels() {
                   .logits = logits<Float32>},
       .bfloat16 = bfloat16_form,
       .widen = widen,
+      .widen_to_double = widen_to_double,
       .wide_pack = wide_pack,
       .row_exponentials = row_exponentials,
       .raise_row_reference = raise_row_reference,

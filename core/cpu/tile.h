@@ -84,6 +84,13 @@ struct TileForm {
   void (*logits)(const TileBlock& block, const float* keys, std::ptrdiff_t stride, float* out);
 };
 
+/// Number k of row r is rows[r * row_step + k * step].
+struct WidePanel {
+  const double* rows;
+  std::ptrdiff_t row_step;
+  std::ptrdiff_t step;
+};
+
 struct TileKernels {
   int rows;
   int keys;
@@ -93,6 +100,7 @@ struct TileKernels {
 
   /// Exact widening of `count` numbers.
   void (*widen)(const std::byte* source, DType type, int count, float* out);
+  void (*widen_to_double)(const std::byte* source, DType type, int count, double* out);
   /// out[c, r] = vectors[r, c], r < width; rows from `count` on are zeros.
   void (*wide_pack)(const double* vectors, int count, int dim, int width, double* out);
 
@@ -109,10 +117,10 @@ struct TileKernels {
   void (*fold_row_sums)(const TileBlock& block);
   /// columns[key] += Σ over the rows [begin, end) of factors[row] * p[row, key].
   void (*add_columns)(const TileBlock& block, int tile, int begin, int end, const float* factors, double* columns);
-  /// out[rows, wide_keys] = products of one panel of rows, the first `count` at least, and one tile of keys: every sum
-  /// begins with the first dimension, product and sum are rounded one after the other, so all levels and counts have
-  /// the same bits.
-  void (*wide_products)(const double* panel, const double* tile, int dim, int count, double* out);
+  /// out[rows, wide_keys] = products of one panel of rows, the first `count` at least, and one packed tile of keys. As
+  /// many rows as a panel has are read whatever the count. Every sum begins with the first dimension, product and sum
+  /// are rounded one after the other, so all levels and counts have the same bits.
+  void (*wide_products)(const WidePanel& panel, const double* tile, int dim, int count, double* out);
 };
 
 /// The kernels of the level that choose_simd_level() chooses. Throws as it does.

@@ -18,28 +18,20 @@ template <class Vector>
 void add_squares(const TileKernels& kernels, const TensorView& projection, int count, const Vector& vector,
                  double* squares) {
   const int width = projection.dim, panels = (count + kernels.rows - 1) / kernels.rows;
-  AlignedBuffer<double> wide, packed_vectors, packed_rows, products;
-  AlignedBuffer<float> narrow;
-  double* const unpacked = wide.at_least(product(std::max(kernels.rows, kernels.wide_keys), width));
-  double* const panel = packed_vectors.at_least(product(panels * kernels.rows, width));
+  AlignedBuffer<double> wide_vectors, wide_rows, packed_rows, products;
+  double* const vectors = wide_vectors.at_least(product(panels * kernels.rows, width));
+  double* const unpacked = wide_rows.at_least(product(kernels.wide_keys, width));
   double* const tile = packed_rows.at_least(product(kernels.wide_keys, width));
   double* const made = products.at_least(product(kernels.rows, kernels.wide_keys));
-  float* const row = narrow.at_least(static_cast<std::size_t>(width));
-  for (int first = 0; first < count; first += kernels.rows) {
-    const int some = std::min(kernels.rows, count - first);
-    for (int i = 0; i < some; ++i) vector(first + i, unpacked + product(i, width));
-    kernels.wide_pack(unpacked, some, width, kernels.rows, panel + product(first, width));
-  }
+  for (int i = 0; i < count; ++i) vector(i, vectors + product(i, width));
   for (int begin = 0; begin < projection.tokens; begin += kernels.wide_keys) {
     const int rows = std::min(kernels.wide_keys, projection.tokens - begin);
-    for (int r = 0; r < rows; ++r) {
-      kernels.widen(projection.row(0, begin + r), projection.dtype, width, row);
-      std::copy_n(row, width, unpacked + product(r, width));
-    }
+    for (int r = 0; r < rows; ++r)
+      kernels.widen_to_double(projection.row(0, begin + r), projection.dtype, width, unpacked + product(r, width));
     kernels.wide_pack(unpacked, rows, width, kernels.wide_keys, tile);
     for (int first = 0; first < count; first += kernels.rows) {
       const int some = std::min(kernels.rows, count - first);
-      kernels.wide_products(panel + product(first, width), tile, width, some, made);
+      kernels.wide_products({vectors + product(first, width), width, 1}, tile, width, some, made);
       for (int i = 0; i < some; ++i)
         for (int r = 0; r < rows; ++r) {
           const double component = made[product(i, kernels.wide_keys) + static_cast<std::size_t>(r)];

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "attention_reference.h"
@@ -60,6 +62,31 @@ void with_matrices(
             1);
 }
 
+/// Where the sums that a kernel writes go; each has a number that it must write over.
+struct Sums {
+  explicit Sums(int rows) : dot(static_cast<std::size_t>(rows), 3.0), square(dot) {}
+  AlignmentSums sums() { return {dot.data(), square.data()}; }
+  std::vector<double> dot, square;
+};
+
+/// Logits -> weights in place, as the full attention is compared with itself.
+void softmax(double* numbers, int columns, const std::vector<double>& highest, std::vector<double> sum) {
+  const int rows = static_cast<int>(sum.size());
+  std::vector<std::int32_t> all(static_cast<std::size_t>(columns));
+  std::iota(all.begin(), all.end(), 0);
+  comparison_kernels().exponentials(numbers, columns, highest.data(), numbers, sum.data());
+  Sums nosink(rows), prompt(rows), whole(rows);
+  std::vector<double> distance(sum.size(), 3.0);
+  comparison_kernels().compare_weights(numbers, columns, {.number = all.data(), .count = columns}, numbers, sum.data(),
+                                       {nosink.sums(), prompt.sums(), whole.sums(), distance.data()});
+  EXPECT_EQ(prompt.square, std::vector<double>(sum.size()));
+  for (std::size_t row = 0; row < sum.size(); ++row) {
+    if (std::isnan(sum[row])) continue;
+    EXPECT_EQ(distance[row], 0.0);
+    EXPECT_EQ(whole.dot[row], whole.square[row]);
+  }
+}
+
 TEST(ComparisonKernels, SoftmaxIsThatOfTheStandardLibraryWithTheSameBitsAtEveryLevel) {
   std::vector<double> of_first_level;
   at_every_simd_level([&](const char* level) {
@@ -76,7 +103,7 @@ TEST(ComparisonKernels, SoftmaxIsThatOfTheStandardLibraryWithTheSameBitsAtEveryL
         numbers[product(column, rows) + static_cast<std::size_t>(row)] = logit(row, column);
     std::vector<double> highest(static_cast<std::size_t>(rows), -HUGE_VAL), sum(highest.size(), 0.25);
     comparison_kernels().raise_highest(numbers, columns, highest.data());
-    comparison_kernels().softmax(numbers, columns, highest.data(), sum.data());
+    softmax(numbers, columns, highest, sum);
     for (int row = 0; row < rows; ++row) {
       double most = -HUGE_VAL, total = 0.25;
       for (int column = 0; column < columns; ++column) most = std::max(most, logit(row, column));
@@ -112,67 +139,83 @@ TEST(ComparisonKernels, SoftmaxOfWhatIsNoNumberIsNone) {
     std::vector<double> highest(static_cast<std::size_t>(rows), -1.0), sum(highest.size());
     comparison_kernels().raise_highest(numbers, 2, highest.data());
     EXPECT_EQ(highest, std::vector<double>(static_cast<std::size_t>(rows)));
-    comparison_kernels().softmax(numbers, 2, highest.data(), sum.data());
+    softmax(numbers, 2, highest, sum);
     EXPECT_TRUE(std::isnan(numbers[0]) && std::isnan(numbers[rows])) << level;
     for (int row = 1; row < rows; ++row) EXPECT_EQ(numbers[row], 0.5) << level;
   });
 }
 
-TEST(ComparisonKernels, AlignColumnsInTheirOrder) {
-  with_matrices([](const auto& columns, int rows, const double* full, const Numbers& full_at, const double* stored,
-                   const Numbers& stored_at) {
-    const int count = static_cast<int>(columns.size());
-    for (const int begin : {0, std::min(2, count)}) {
-      std::vector<double> dot(static_cast<std::size_t>(rows), 3.0), square(dot.size(), 5.0);
-      comparison_kernels().align(full, columns.data(), stored, begin, count, dot.data(), square.data());
-      for (int row = 0; row < rows; ++row) {
-        double expected_dot = 3.0, expected_square = 5.0;
-        for (int j = begin; j < count; ++j) {
-          const double x = without_infinity(full_at(row, columns[static_cast<std::size_t>(j)]));
-          const double y = without_infinity(stored_at(row, j));
-          expected_dot += x * y;
-          expected_square += y * y;
-        }
-        EXPECT_EQ(dot[static_cast<std::size_t>(row)], expected_dot);
-        EXPECT_EQ(square[static_cast<std::size_t>(row)], expected_square);
-      }
-    }
-  });
+/// Columns as a block has them: two of the first tokens, five below the boundary, as far as there are any.
+StoredColumns some_of(const std::vector<std::int32_t>& numbers) {
+  const int count = static_cast<int>(numbers.size());
+  return {.number = numbers.data(), .count = count, .sinks = std::min(2, count), .prompt = std::min(5, count)};
 }
 
-TEST(ComparisonKernels, AddTheFullNumbersOfHeldColumns) {
+TEST(ComparisonKernels, LogitsAreComparedColumnByColumn) {
   with_matrices([](const auto& columns, int rows, const double* full, const Numbers& full_at, const double* stored,
                    const Numbers& stored_at) {
-    const int count = static_cast<int>(columns.size());
+    const StoredColumns of_stored = some_of(columns);
+    const double* weights = stored;  // any numbers of another matrix
+    const Numbers& weight_at = stored_at;
+    Sums logits(rows);
     std::vector<double> mass(static_cast<std::size_t>(rows), 7.0);
-    comparison_kernels().add_held(full, columns.data(), stored, count, mass.data());
+    comparison_kernels().compare_logits(full, weights, of_stored, stored, logits.sums(), mass.data());
     for (int row = 0; row < rows; ++row) {
-      double expected = 7.0;
-      for (int j = 0; j < count; ++j)
-        if (stored_at(row, j) != -HUGE_VAL) expected += full_at(row, columns[static_cast<std::size_t>(j)]);
-      EXPECT_EQ(mass[static_cast<std::size_t>(row)], expected);
+      double dot = 0, square = 0, expected_mass = 0;
+      for (int j = 0; j < of_stored.count; ++j) {
+        const int column = columns[static_cast<std::size_t>(j)];
+        if (stored_at(row, j) != -HUGE_VAL) expected_mass += weight_at(row, column);
+        if (j >= of_stored.prompt) continue;
+        const double x = without_infinity(full_at(row, column)), y = without_infinity(stored_at(row, j));
+        dot += x * y;
+        square += y * y;
+      }
+      EXPECT_EQ(logits.dot[static_cast<std::size_t>(row)], dot);
+      EXPECT_EQ(logits.square[static_cast<std::size_t>(row)], square);
+      EXPECT_EQ(mass[static_cast<std::size_t>(row)], expected_mass);
     }
   });
 }
 
-TEST(ComparisonKernels, AddDistancesOfAllColumns) {
+TEST(ComparisonKernels, WeightsAreComparedColumnByColumn) {
   with_matrices([](const auto& columns, int rows, const double* full, const Numbers& full_at, const double* stored,
                    const Numbers& stored_at) {
-    const int count = static_cast<int>(columns.size());
-    std::vector<double> distance(static_cast<std::size_t>(rows), 2.0);
-    comparison_kernels().add_distances(full, width, columns.data(), stored, count, distance.data());
+    const StoredColumns of_stored = some_of(columns);
+    AlignedBuffer<double> full_buffer, buffer;
+    double* attention = full_buffer.at_least(product(width, rows));
+    double* weights = buffer.at_least(product(width, rows));
+    std::transform(full, full + product(width, rows), attention, without_infinity);
+    std::transform(stored, stored + product(width, rows), weights, without_infinity);
+    std::vector<double> sum(static_cast<std::size_t>(rows));
+    for (std::size_t row = 0; row < sum.size(); ++row) sum[row] = 1.5 + static_cast<double>(row);
+    Sums nosink(rows), prompt(rows), all(rows);
+    std::vector<double> distance(sum.size(), 3.0);
+    comparison_kernels().compare_weights(attention, width, of_stored, weights, sum.data(),
+                                         {nosink.sums(), prompt.sums(), all.sums(), distance.data()});
     for (int row = 0; row < rows; ++row) {
-      double expected = 2.0;
+      const auto r = static_cast<std::size_t>(row);
+      const auto sums_of = [&](int begin, int end) {
+        std::pair<double, double> dot_and_square;
+        for (int j = begin; j < end; ++j) {
+          const double x = without_infinity(full_at(row, columns[static_cast<std::size_t>(j)]));
+          const double y = without_infinity(stored_at(row, j)) / sum[r];
+          EXPECT_EQ(weights[product(j, rows) + r], y);
+          dot_and_square.first += x * y;
+          dot_and_square.second += y * y;
+        }
+        return dot_and_square;
+      };
+      EXPECT_EQ(std::pair(nosink.dot[r], nosink.square[r]), sums_of(of_stored.sinks, of_stored.prompt));
+      EXPECT_EQ(std::pair(prompt.dot[r], prompt.square[r]), sums_of(0, of_stored.prompt));
+      EXPECT_EQ(std::pair(all.dot[r], all.square[r]), sums_of(0, of_stored.count));
+      double expected = 0;
       for (int column = 0; column < width; ++column) {
         const auto found = std::ranges::find(columns, column);
-        expected +=
-            std::abs(full_at(row, column) -
-                     (found == columns.end() ? 0.0 : stored_at(row, static_cast<int>(found - columns.begin()))));
+        const double y =
+            found == columns.end() ? 0.0 : without_infinity(stored_at(row, static_cast<int>(found - columns.begin())));
+        expected += std::abs(without_infinity(full_at(row, column)) - y / sum[r]);
       }
-      if (std::isnan(expected))  // infinities of both
-        EXPECT_TRUE(std::isnan(distance[static_cast<std::size_t>(row)]));
-      else
-        EXPECT_EQ(distance[static_cast<std::size_t>(row)], expected);
+      EXPECT_EQ(distance[r], expected);
     }
   });
 }
@@ -183,10 +226,11 @@ TEST(ComparisonKernels, ShowWhatIsNotANumber) {
     AlignedBuffer<double> buffer;
     double* numbers = buffer.at_least(static_cast<std::size_t>(rows));
     std::fill_n(numbers, rows, NAN);
-    std::vector<double> dot(static_cast<std::size_t>(rows)), square = dot, mass = dot;
-    comparison_kernels().align(numbers, all_columns.data(), numbers, 0, 1, dot.data(), square.data());
-    comparison_kernels().add_held(numbers, all_columns.data(), numbers, 1, mass.data());
-    for (const auto& sums : {dot, square, mass})
+    Sums logits(rows);
+    std::vector<double> mass(static_cast<std::size_t>(rows));
+    comparison_kernels().compare_logits(numbers, numbers, {.number = all_columns.data(), .count = 1, .prompt = 1},
+                                        numbers, logits.sums(), mass.data());
+    for (const auto& sums : {logits.dot, logits.square, mass})
       EXPECT_TRUE(std::ranges::all_of(sums, [](double sum) { return std::isnan(sum); })) << level;
   });
 }
