@@ -1,8 +1,11 @@
 #include "attention/rope.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
+#include <mutex>
+#include <utility>
 
 namespace kvreplay {
 namespace {
@@ -32,30 +35,46 @@ void turn_pairs(const Rope& rope, int distance, std::span<Number> vector) {
 void rotate(const Rope& rope, int distance, std::span<float> vector) { turn_pairs(rope, distance, vector); }
 void rotate(const Rope& rope, int distance, std::span<double> vector) { turn_pairs(rope, distance, vector); }
 
-void BackwardRotation::cover(const Rope& rope, int farthest) {
-  interleaved_ = rope.interleaved;
-  offset_ = static_cast<std::size_t>(rope.offset);
-  if (!std::ranges::equal(frequencies_, rope.inv_freq)) {
-    frequencies_.assign(rope.inv_freq.begin(), rope.inv_freq.end());
-    cosines_.clear();
-    sines_.clear();
-    distances_ = 0;
+BackwardRotation::BackwardRotation(const Rope& rope, int farthest)
+    : interleaved_(rope.interleaved),
+      offset_(static_cast<std::size_t>(rope.offset)),
+      angles_(angles_of(rope.inv_freq, farthest)) {}
+
+std::shared_ptr<const BackwardRotation::Angles> BackwardRotation::angles_of(std::span<const double> frequencies,
+                                                                            int farthest) {
+  static std::mutex mutex;
+  static std::array<std::shared_ptr<const Angles>, 2> kept;  // layers alternate between two of a model, at most
+  const std::lock_guard lock(mutex);
+  const auto same = [&](const auto& some) {
+    return some != nullptr && std::ranges::equal(some->frequencies, frequencies);
+  };
+  if (!same(kept[0])) std::swap(kept[0], kept[1]);
+  if (!same(kept[0])) {
+    Angles none;
+    none.frequencies.assign(frequencies.begin(), frequencies.end());
+    kept[0] = std::make_shared<Angles>(std::move(none));
   }
-  for (; distances_ <= farthest; ++distances_) {
-    for (const double frequency : frequencies_) {
-      cosines_.push_back(std::cos(-distances_ * frequency));
-      sines_.push_back(std::sin(-distances_ * frequency));
+  if (kept[0]->distances <= farthest) {
+    Angles longer = *kept[0];
+    longer.distances = std::max(farthest + 1, longer.distances + longer.distances / 4);  // asked for again and again
+    for (int distance = kept[0]->distances; distance < longer.distances; ++distance) {
+      for (const double frequency : frequencies) {
+        longer.cosines.push_back(std::cos(-distance * frequency));
+        longer.sines.push_back(std::sin(-distance * frequency));
+      }
     }
+    kept[0] = std::make_shared<Angles>(std::move(longer));
   }
+  return kept[0];
 }
 
 template <class Number>
 void BackwardRotation::turn_pairs(int distance, std::span<Number> vector) const {
   if (distance == 0) return;
-  const std::size_t pairs = frequencies_.size();
+  const std::size_t pairs = angles_->frequencies.size();
   vector = vector.subspan(offset_);
-  const double* cosines = cosines_.data() + static_cast<std::size_t>(-distance) * pairs;
-  const double* sines = sines_.data() + static_cast<std::size_t>(-distance) * pairs;
+  const double* cosines = angles_->cosines.data() + static_cast<std::size_t>(-distance) * pairs;
+  const double* sines = angles_->sines.data() + static_cast<std::size_t>(-distance) * pairs;
   if (interleaved_) {
     for (std::size_t i = 0; i < pairs; ++i) turn(vector[2 * i], vector[2 * i + 1], cosines[i], sines[i]);
   } else {

@@ -1,6 +1,8 @@
 // Moving a rotated vector to another position.
 #pragma once
 
+#include <cstddef>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -13,14 +15,13 @@ namespace kvreplay {
 void rotate(const Rope& rope, int distance, std::span<float> vector);
 void rotate(const Rope& rope, int distance, std::span<double> vector);
 
-/// The same bits for many vectors that move back: sines and cosines of the distances -farthest ... 0, computed once.
+/// The same bits for many vectors that move back: sines and cosines of the distances -farthest ... 0. Those of the
+/// frequencies that were asked last are kept, so that layers and policies share them.
 class BackwardRotation {
  public:
   BackwardRotation() = default;
-  BackwardRotation(const Rope& rope, int farthest) { cover(rope, farthest); }
+  BackwardRotation(const Rope& rope, int farthest);
 
-  /// Adds the distances that are missing; begins again if the frequencies are others.
-  void cover(const Rope& rope, int farthest);
   void apply(int distance, std::span<float> vector) const;
   void apply(int distance, std::span<double> vector) const;
 
@@ -28,11 +29,16 @@ class BackwardRotation {
   template <class Number>
   void turn_pairs(int distance, std::span<Number> vector) const;
 
-  std::vector<double> frequencies_;  // [pairs]
+  struct Angles {
+    std::vector<double> frequencies;     // [pairs]
+    int distances = 0;                   // 0, -1 ...
+    std::vector<double> cosines, sines;  // [distances, pairs]
+  };
+  static std::shared_ptr<const Angles> angles_of(std::span<const double> frequencies, int farthest);
+
   bool interleaved_ = false;
   std::size_t offset_ = 0;
-  int distances_ = 0;
-  std::vector<double> cosines_, sines_;  // [distances, pairs]
+  std::shared_ptr<const Angles> angles_;
 };
 
 /// mean over i < count of rot(·, first + i): what a vector is turned to on average at the positions that come next.

@@ -192,9 +192,10 @@ Matrix CpuBackend::attention_sums(const LayerTensors& layer, const AttentionSums
   const int kv_heads = layer.k.heads;
   const int keys = all_take_part ? what.queries.back() + 1 : columns;
   std::vector<SoftmaxKeys> lists = lists_of_keys(what, keys);
+  BackwardRotation rotation;
   if (const int farthest = farthest_back(lists); farthest > 0) {
-    rotation_.cover(layer.rope, farthest);
-    for (SoftmaxKeys& list : lists) list.rotation = &rotation_;
+    rotation = {layer.rope, farthest};
+    for (SoftmaxKeys& list : lists) list.rotation = &rotation;
   }
   std::vector<std::vector<QueryPlace>> places;
   for (const SoftmaxKeys& list : lists) places.push_back(query_places(layer, what.queries, list));

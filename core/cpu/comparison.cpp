@@ -526,7 +526,7 @@ std::vector<ComparedSet> CpuBackend::compare_sets(const LayerTensors& layer, std
   }
   if (query_count == 0 || sets.empty()) return result;
   const std::vector<QueryPlace> places = query_places(layer, queries, {.count = queries.back() + 1});
-  rotation_.cover(layer.rope, farthest_move(sets));
+  const BackwardRotation rotation(layer.rope, farthest_move(sets));
   const int queries_at_once = std::max(1, rows_at_once / layer.group());
   const int blocks = (query_count + queries_at_once - 1) / queries_at_once;
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads_)
@@ -538,7 +538,7 @@ std::vector<ComparedSet> CpuBackend::compare_sets(const LayerTensors& layer, std
       Block block(worker, layer, places, kv_head, first_query, std::min(first_query + queries_at_once, query_count));
       block.attend(boundary);
       for (std::size_t i = 0; i < sets.size() && !interruption().ended(); ++i) {
-        ChangedBlock changed(rotation_, sets[i], block, boundary);
+        ChangedBlock changed(rotation, sets[i], block, boundary);
         std::vector<Comparison> compared = changed.compare();
         const LaneMatrix outputs = changed.outputs();
         for (int row = 0; row < block.row_count(); ++row) {

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/rope.h"
 #include "cpu/aligned_buffer.h"
 #include "cpu/comparison_kernels.h"
 #include "cpu/online_kernels.h"
@@ -53,7 +52,6 @@ class CpuBackend final : public Backend {
   std::vector<ThreadScratch> scratch_;
   AlignedBuffer<float> packed_keys_;
   AlignedBuffer<double> partial_sums_;
-  BackwardRotation rotation_;  // grows from call to call
   /// Between calls of least_redundant: vectors, and all of their similarities. Without tokens nothing is held.
   struct HeldSimilarities {
     int tokens = 0;

@@ -231,17 +231,15 @@ Vectors LayerView::as_stored(const TensorView& tensor) const {
   return {tensor.heads, tokens(), tensor.dim, read};
 }
 
-const BackwardRotation& LayerView::backward_rotation() const {
+BackwardRotation LayerView::backward_rotation() const {
   if (tensors_.rope.inv_freq.empty())
     throw Error{Refusal::input, "rope", "RoPE of keys and queries cannot be undone",
                 "the RoPE frequencies of the model", "none"};
-  std::optional<BackwardRotation>& made = whole().backward_rotation_;
-  if (!made) made.emplace(tensors_.rope, tensors_.k.tokens - 1);
-  return *made;
+  return {tensors_.rope, tensors_.k.tokens - 1};
 }
 
 Vectors LayerView::unrotated_keys() const {
-  const auto read = [this, &back = backward_rotation()](int head, int i, std::span<double> vector) {
+  const auto read = [this, back = backward_rotation()](int head, int i, std::span<double> vector) {
     const std::int32_t position = positions(head)[i].number;
     read_finite_row(tensors_.k, head, position, vector);
     back.apply(-position, vector);
@@ -251,7 +249,7 @@ Vectors LayerView::unrotated_keys() const {
 }
 
 Vectors LayerView::unrotated_queries(int first) const {
-  const auto read = [this, first, &back = backward_rotation()](int head, int i, std::span<double> vector) {
+  const auto read = [this, first, back = backward_rotation()](int head, int i, std::span<double> vector) {
     read_finite_row(tensors_.q, head, stored_query(tensors_, first + i), vector);
     back.apply(-(first + i), vector);
     for (double& number : vector) number /= tensors_.rope.attention_scaling;

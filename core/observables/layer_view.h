@@ -9,7 +9,6 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -187,7 +186,7 @@ class LayerView {
   Vectors as_stored(const TensorView& tensor) const;
   Vectors unrotated_queries(int first) const;
   /// Of all positions of the trace.
-  const BackwardRotation& backward_rotation() const;
+  BackwardRotation backward_rotation() const;
   bool is_resident(std::int32_t position) const;
   /// Position behind such a window: at most the number of tokens seen.
   int end_of_window(int end) const { return std::min(end, residents_.seen); }
@@ -202,7 +201,6 @@ class LayerView {
   mutable Memo<Matrix> memo_;
   mutable Memo<VectorMoments> moments_;
   mutable std::map<std::pair<int, int>, std::unique_ptr<LayerView>> between_;
-  mutable std::optional<BackwardRotation> backward_rotation_;
   mutable double observable_seconds_ = 0;
 };
 

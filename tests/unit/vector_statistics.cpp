@@ -295,13 +295,15 @@ TEST_P(KeysAndQueries, ATableOfAnglesRotatesWithTheSameBits) {
     }
   };
   expect_same_bits(tensors.rope, 3);
-  table.cover(tensors.rope, 2000);
+  table = {tensors.rope, 2000};
   expect_same_bits(tensors.rope, 2000);
   const std::vector<double> slower(tensors.rope.inv_freq.size(), 0.01);
   Rope other = tensors.rope;
   other.inv_freq = slower;
-  table.cover(other, 50);
+  const BackwardRotation of_first = std::exchange(table, {other, 50});
   expect_same_bits(other, 50);
+  table = of_first;  // after the angles of others
+  expect_same_bits(tensors.rope, 2000);
 }
 
 TEST_P(KeysAndQueries, AreTheSameBitsForAnyNumberOfThreads) {
