@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <functional>
 
+#include "attention/rope.h"
 #include "cpu/cpu_backend.h"
 #include "error.h"
 

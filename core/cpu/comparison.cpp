@@ -1,8 +1,10 @@
 // The general comparison, plainly: two softmaxes written out in float64.
 #include <algorithm>
+#include <bit>
 #include <cassert>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <numbers>
 #include <numeric>
@@ -290,6 +292,13 @@ class Block {
   }
 };
 
+/// use(number) of each bit that is set, ascending.
+void for_bits(std::span<const std::uint64_t> words, const auto& use) {
+  for (std::size_t word = 0; word < words.size(); ++word)
+    for (std::uint64_t rest = words[word]; rest != 0; rest &= rest - 1)
+      use(static_cast<int>(64 * word) + std::countr_zero(rest));
+}
+
 /// No key of a set moves by more than the number of those that went.
 int farthest_move(std::span<const ChangedSet> sets) {
   int farthest = 0;
@@ -306,22 +315,25 @@ class ChangedBlock {
  public:
   ChangedBlock(const BackwardRotation& rotation, const ChangedSet& changed, const Block& block, int boundary)
       : worker_(block.worker), rotation_(rotation), changed_(changed), block_(block) {
-    std::vector<RowOfSet> distinct;
-    std::vector<bool> own(at(block.width()));
+    words_ = (block.end_key + 63) / 64;
+    std::vector<std::uint64_t> by_some(at(words_)), by_all(at(words_), ~std::uint64_t{0});
     for (const Row& row : block.rows) {
       const KeptSet& kept = changed.kept[changed.kept.size() == 1 ? 0 : at(row.query)];
       sets_.push_back({&kept, kept.row_of(row.head, block.layer.group())});
-      if (std::ranges::find(distinct, sets_.back()) == distinct.end()) distinct.push_back(sets_.back());
-      own[at(row.place.own - block.first_key)] = true;
+      const std::span<const std::uint64_t> bits = kept.row_bits(sets_.back().row);
+      for (int word = 0; word < words_; ++word) {
+        const std::uint64_t read = held_keys(at(word) < bits.size() ? bits[at(word)] : 0, 64 * word, kept.tokens(),
+                                             row.place.own, row.place.first, row.place.end);
+        read_.push_back(read);
+        by_some[at(word)] |= read;
+        by_all[at(word)] &= read;
+      }
     }
     std::vector<std::int32_t> numbers;
-    for (int i = 0; i < block.width(); ++i) {
-      const int key = block.first_key + i;
-      const auto holders = std::ranges::count_if(distinct, [&](const RowOfSet& set) { return set.keeps(key); });
-      if (holders == 0 && !own[at(i)]) continue;
-      numbers.push_back(i);
-      shared_.push_back(holders == std::ssize(distinct) && block.all_see(key));
-    }
+    for_bits(by_some, [&](int key) {
+      numbers.push_back(key - block.first_key);
+      shared_.push_back((by_all[at(key / 64)] >> (key % 64) & 1) != 0);
+    });
     columns_ = Columns(std::move(numbers), block.first_key, boundary);
     weights_ = LaneMatrix(worker_.scratch.set_weights, worker_.tiles, block.row_count(), columns_.count());
     for (int column = 0; column < columns_.count(); ++column)
@@ -360,25 +372,28 @@ class ChangedBlock {
   bool moves() const { return changed_.positions == Positions::cache; }  // resident keys up to their slots
   int dim() const { return block_.layer.v.dim; }
   int key_of(int column) const { return block_.first_key + columns_.numbers[at(column)]; }
-  bool holds(int row, int key) const { return key == block_.rows[at(row)].place.own || sets_[at(row)].keeps(key); }
-  bool reads(int row, int column) const {
-    const int key = key_of(column);
-    return shared_[at(column)] || (block_.sees(row, key) && holds(row, key));
+  /// [words_] of the keys that a row sees and holds.
+  std::span<const std::uint64_t> read_by(int row) const {
+    return std::span(read_).subspan(product(row, words_), at(words_));
   }
+  bool reads(int row, int key) const { return (read_by(row)[at(key / 64)] >> (key % 64) & 1) != 0; }
 
   void copy_logits() {
-    for (int row = 0; row < block_.row_count(); row += weights_.lanes) {
-      const int lanes = std::min(weights_.lanes, block_.row_count() - row);
-      for (int column = 0; column < columns_.count(); ++column) {
-        const double* full = block_.logits.row(row) + product(columns_.numbers[at(column)], weights_.lanes);
-        double* out = weights_.row(row) + product(column, weights_.lanes);
-        if (shared_[at(column)]) {
-          std::copy_n(full, weights_.lanes, out);
-          continue;
-        }
-        for (int lane = 0; lane < lanes; ++lane)
-          if (reads(row + lane, column)) out[lane] = full[lane];
-      }
+    const auto lanes = at(weights_.lanes);
+    std::vector<std::size_t> column_of(at(block_.width()));
+    for (std::size_t column = 0; column < shared_.size(); ++column) {
+      const std::size_t number = at(columns_.numbers[column]);
+      column_of[number] = column;
+      for (int group = 0; shared_[column] && group < weights_.groups; ++group)
+        std::copy_n(block_.logits.group(group) + number * lanes, lanes, weights_.group(group) + column * lanes);
+    }
+    for (int row = 0; row < block_.row_count(); ++row) {
+      const double* full = block_.logits.row(row);
+      double* out = weights_.row(row);
+      for_bits(read_by(row), [&](int key) {
+        const std::size_t number = at(key - block_.first_key), column = column_of[number];
+        if (!shared_[column]) out[column * lanes] = full[number * lanes];
+      });
     }
   }
 
@@ -413,7 +428,8 @@ class ChangedBlock {
       }
       columns.clear();
       for (int column = 0; column < columns_.count(); ++column)
-        if (std::ranges::any_of(members, [&](int row) { return reads(row, column); })) columns.push_back(column);
+        if (shared_[at(column)] || std::ranges::any_of(members, [&](int row) { return reads(row, key_of(column)); }))
+          columns.push_back(column);
       for_products(
           worker_, layer.q.dim, static_cast<int>(members.size()), static_cast<int>(columns.size()),
           [&](int member, double* out) {
@@ -433,7 +449,8 @@ class ChangedBlock {
               return logit.of_each(products, weights_.lanes, weights_.row(first) + product(column, weights_.lanes));
             for (int r = 0; r < count; ++r) {
               const int row = members[at(first + r)];
-              if (shared || reads(row, column)) logits[at(row)][product(column, weights_.lanes)] = logit(products[r]);
+              if (shared || reads(row, key_of(column)))
+                logits[at(row)][product(column, weights_.lanes)] = logit(products[r]);
             }
           });
     }
@@ -489,10 +506,12 @@ class ChangedBlock {
   const BackwardRotation& rotation_;
   const ChangedSet& changed_;
   const Block& block_;
-  std::vector<RowOfSet> sets_;  // of each row
-  Columns columns_;             // that some row holds
-  std::vector<bool> shared_;    // columns that all rows read
-  LaneMatrix weights_;          // logits, then weights
+  std::vector<RowOfSet> sets_;       // of each row
+  int words_ = 0;                    // of 64 keys each, from key 0 on
+  std::vector<std::uint64_t> read_;  // [rows, words] keys that a row reads
+  Columns columns_;                  // that some row reads
+  std::vector<bool> shared_;         // columns that all rows read
+  LaneMatrix weights_;               // logits, then weights
 };
 
 /// Adds the comparison of one row's outputs, `dim` numbers each, `lanes` apart; writes them where `vectors` is there.

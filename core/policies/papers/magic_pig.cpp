@@ -4,8 +4,10 @@
 #include <cmath>
 #include <cstdint>
 #include <numbers>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "observables/query_products.h"
@@ -20,6 +22,13 @@ namespace kvreplay {
 namespace {
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
+
+double power(double base, int exponent) {
+  double product = 1;
+  for (; exponent > 0; exponent /= 2, base *= base)
+    if (exponent % 2 == 1) product *= base;
+  return product;
+}
 
 /// Keys of the prompt minus the mean key of their KV head. With one more component, sqrt(r² - ‖k‖²) for the longest
 /// length r of all heads, all are equally long, and the angle to a query without it decreases as the product increases
@@ -37,9 +46,13 @@ class CentredKeys {
       }
       for (double& number_of_mean : mean) number_of_mean /= keys_.count;
     });
-    const Vectors centred{keys_.heads, keys_.count, keys_.dim,
-                          [this](int head, int j, std::span<double> key) { read(head, j, key); }};
-    longest_square_ = std::ranges::max(squared_lengths(centred, view.backend().threads()).values());
+    longest_square_ = std::ranges::max(squared_lengths(vectors(), view.backend().threads()).values());
+  }
+
+  /// The keys without the mean; to be used while this object is there.
+  Vectors vectors() const {
+    return {keys_.heads, keys_.count, keys_.dim,
+            [this](int head, int j, std::span<double> key) { read(head, j, key); }};
   }
 
   int heads() const { return keys_.heads; }
@@ -179,10 +192,10 @@ struct MagicPig {
   /// That a vector at this angle has an equal code in at least `collisions` tables: in each table with p =
   /// (1 - angle / π)^bits, independently.
   double probability(double angle) const {
-    const double p = std::pow(1 - angle / std::numbers::pi, bits);
+    const double p = power(1 - angle / std::numbers::pi, bits);
     double fewer = 0, combinations = 1;
     for (int equal = 0; equal < collisions; ++equal) {
-      fewer += combinations * std::pow(p, equal) * std::pow(1 - p, tables - equal);
+      fewer += combinations * power(p, equal) * power(1 - p, tables - equal);
       combinations *= static_cast<double>(tables - equal) / (equal + 1);
     }
     return 1 - fewer;
@@ -190,17 +203,22 @@ struct MagicPig {
 
   LogWeights weights(const LayerView& view) const {
     constexpr double least = 1e-6;  // added to probabilities, as the code does (docs/conventions.md, sparse reads)
-    return [*this, &view, keys = CentredKeys(view)](int head, int position, int first, std::span<double> logits) {
-      std::vector<double> query(at(keys.dim())), key(at(keys.dim()));
-      keys.read_query(view.tensors().q, head, stored_query(view.tensors(), position), query);
-      const double lengths = std::sqrt(products_with(query, query).front()) * keys.longest();
-      for (std::size_t i = 0; i < logits.size(); ++i) {
-        if (logits[i] == -HUGE_VAL) continue;
-        keys.read(head / view.group(), first + static_cast<int>(i), key);
-        const double cosine = lengths > 0 ? products_with(query, key).front() / lengths : 0;
-        logits[i] -= std::log(probability(std::acos(std::clamp(cosine, -1.0, 1.0))) + least);
-      }
-    };
+    const CentredKeys centred(view);
+    std::vector<std::optional<VectorProducts>> keys(at(centred.heads()));
+    view.on_threads(keys.size(),
+                    [&](std::size_t head) { keys[head].emplace(centred.vectors(), static_cast<int>(head)); });
+    return
+        [*this, &view, centred, keys = std::move(keys)](int head, int position, int first, std::span<double> logits) {
+          std::vector<double> query(at(centred.dim())), products(logits.size());
+          centred.read_query(view.tensors().q, head, stored_query(view.tensors(), position), query);
+          const double lengths = std::sqrt(products_with(query, query).front()) * centred.longest();
+          keys[at(head / view.group())]->with(query, first, products);
+          for (std::size_t i = 0; i < logits.size(); ++i) {
+            if (logits[i] == -HUGE_VAL) continue;
+            const double cosine = lengths > 0 ? products[i] / lengths : 0;
+            logits[i] -= std::log(probability(std::acos(std::clamp(cosine, -1.0, 1.0))) + least);
+          }
+        };
   }
 
   std::vector<LayerPlan> plans(int layers) const {
