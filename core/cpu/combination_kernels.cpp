@@ -162,7 +162,7 @@ namespace kvreplay {
 HWY_EXPORT(combination_table);
 
 const CombinationKernels& combination_kernels() {
-  choose_simd_level();
+  simd_level();
   return HWY_DYNAMIC_DISPATCH(combination_table)();
 }
 

@@ -23,7 +23,7 @@ struct CombinationKernels {
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);
 };
 
-/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+/// The kernels of simd_level(). Throws as it does.
 const CombinationKernels& combination_kernels();
 
 }  // namespace kvreplay

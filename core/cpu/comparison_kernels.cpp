@@ -199,7 +199,7 @@ namespace kvreplay {
 HWY_EXPORT(comparison_table);
 
 const ComparisonKernels& comparison_kernels() {
-  choose_simd_level();
+  simd_level();
   return HWY_DYNAMIC_DISPATCH(comparison_table)();
 }
 

@@ -46,7 +46,7 @@ struct ComparisonKernels {
                           const double* sum, const WeightSums& sums);
 };
 
-/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+/// The kernels of simd_level(). Throws as it does.
 const ComparisonKernels& comparison_kernels();
 
 }  // namespace kvreplay

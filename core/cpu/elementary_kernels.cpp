@@ -175,7 +175,7 @@ namespace kvreplay {
 HWY_EXPORT(elementary_table);
 
 const ElementaryKernels& elementary_kernels() {
-  choose_simd_level();
+  simd_level();
   return HWY_DYNAMIC_DISPATCH(elementary_table)();
 }
 

@@ -22,7 +22,7 @@ struct ElementaryKernels {
   double (*count_equal)(const double* a, const double* b, std::ptrdiff_t n);
 };
 
-/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+/// The kernels of simd_level(). Throws as it does.
 const ElementaryKernels& elementary_kernels();
 
 }  // namespace kvreplay

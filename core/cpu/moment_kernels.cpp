@@ -155,7 +155,7 @@ namespace kvreplay {
 HWY_EXPORT(moments);
 
 const MomentKernels& moment_kernels() {
-  choose_simd_level();
+  simd_level();
   return HWY_DYNAMIC_DISPATCH(moments)();
 }
 

@@ -33,7 +33,7 @@ struct MomentKernels {
                               double* out);
 };
 
-/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+/// The kernels of simd_level(). Throws as it does.
 const MomentKernels& moment_kernels();
 
 }  // namespace kvreplay

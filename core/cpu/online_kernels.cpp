@@ -117,7 +117,7 @@ namespace kvreplay {
 HWY_EXPORT(online_table);
 
 const OnlineKernels& online_kernels() {
-  choose_simd_level();
+  simd_level();
   return HWY_DYNAMIC_DISPATCH(online_table)();
 }
 

@@ -25,7 +25,7 @@ struct OnlineKernels {
   int (*lowest)(const double* scores, const std::int64_t* positions, int count, std::int64_t begin, std::int64_t end);
 };
 
-/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+/// The kernels of simd_level(). Throws as it does.
 const OnlineKernels& online_kernels();
 
 }  // namespace kvreplay

@@ -3,6 +3,7 @@
 #include <hwy/targets.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 
 #include "error.h"
@@ -10,6 +11,8 @@
 
 namespace kvreplay {
 namespace {
+
+std::atomic<const SimdLevel*> chosen_level = nullptr;
 
 std::vector<SimdLevel> found_levels() {
   std::vector<SimdLevel> levels;
@@ -45,7 +48,13 @@ const SimdLevel& choose_simd_level() {
     throw Error{Refusal::usage, "KVREPLAY_SIMD", "unknown SIMD level", nearest(wanted, names), wanted};
   }
   hwy::GetChosenTarget().Update(chosen->target);
+  chosen_level = &*chosen;
   return *chosen;
+}
+
+const SimdLevel& simd_level() {
+  const SimdLevel* const chosen = chosen_level;
+  return chosen != nullptr ? *chosen : choose_simd_level();
 }
 
 }  // namespace kvreplay

@@ -17,8 +17,11 @@ struct SimdLevel {
 /// Best first, never empty.
 const std::vector<SimdLevel>& simd_levels();
 
-/// The best level, or the one that the environment variable KVREPLAY_SIMD names; from now on Highway's dispatch takes
-/// the kernels of that level. Throws Error{usage} when it names none.
+/// Chooses the best level, or the one that the environment variable KVREPLAY_SIMD names; from now on Highway's dispatch
+/// takes the kernels of that level. Throws Error{usage} when it names none.
 const SimdLevel& choose_simd_level();
+
+/// The one that was chosen last. The first call chooses, and throws as choose_simd_level() does.
+const SimdLevel& simd_level();
 
 }  // namespace kvreplay

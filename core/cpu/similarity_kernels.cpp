@@ -433,7 +433,7 @@ namespace kvreplay {
 HWY_EXPORT(similarity_table);
 
 const SimilarityKernels& similarity_kernels() {
-  choose_simd_level();
+  simd_level();
   return HWY_DYNAMIC_DISPATCH(similarity_table)();
 }
 

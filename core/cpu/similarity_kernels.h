@@ -101,7 +101,7 @@ struct SimilarityKernels {
   int (*redundancy_step)(const RedundancyStep* parts, int count, int tokens, bool greatest, std::int64_t* excess);
 };
 
-/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+/// The kernels of simd_level(). Throws as it does.
 const SimilarityKernels& similarity_kernels();
 
 }  // namespace kvreplay

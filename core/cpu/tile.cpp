@@ -593,7 +593,7 @@ namespace kvreplay {
 HWY_EXPORT(kernels);
 
 const TileKernels& tile_kernels() {
-  const SimdLevel level = choose_simd_level();
+  const SimdLevel& level = simd_level();
   const TileKernels& kernels = HWY_DYNAMIC_DISPATCH(kernels)();
   if (level.bfloat16 || kernels.bfloat16 == nullptr) return kernels;
   static const TileKernels without_bfloat16 = [&] {

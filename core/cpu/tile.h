@@ -123,7 +123,7 @@ struct TileKernels {
   void (*wide_products)(const WidePanel& panel, const double* tile, int dim, int count, double* out);
 };
 
-/// The kernels of the level that choose_simd_level() chooses. Throws as it does.
+/// The kernels of simd_level(). Throws as it does.
 const TileKernels& tile_kernels();
 
 }  // namespace kvreplay

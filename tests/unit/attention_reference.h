@@ -519,8 +519,10 @@ int at_every_simd_level(Check check) {
   const std::vector<std::string> levels = tested_levels();
   for (const std::string& level : levels) {
     const ForcedLevel forced(level);
+    choose_simd_level();
     check(level.c_str());
   }
+  choose_simd_level();
   return static_cast<int>(levels.size());
 }
 
