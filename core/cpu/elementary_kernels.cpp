@@ -80,8 +80,8 @@ hn::Vec<Words> mixed(hn::Vec<Words> z) {
 // Numbers that are drawn at a time: whole vectors of every level.
 constexpr std::ptrdiff_t noise_at_once = 256;
 
-/// u = uniform(chained(chain, x[i])) of random.h where it is below 1/2, else u - 1: exact numbers, of which float32
-/// keeps 24 digits.
+/// 2^64 u with u = uniform(chained(chain, x[i])) of random.h where that is below 1/2, else 2^64 (u - 1): exact numbers,
+/// of which float32 keeps 24 digits.
 void draw_centred(std::uint64_t chain, const std::int32_t* x, float* centred) {
   const Tag doubles;
   const hn::RebindToSigned<Tag> longs;
@@ -90,39 +90,76 @@ void draw_centred(std::uint64_t chain, const std::int32_t* x, float* centred) {
   const hn::Rebind<float, Tag> floats;
   for (std::ptrdiff_t i = 0; i < noise_at_once; i += static_cast<std::ptrdiff_t>(hn::Lanes(doubles))) {
     const auto wide = hn::BitCast(words, hn::PromoteTo(longs, hn::LoadU(numbers, x + i)));
-    const auto bits = hn::ShiftRight<11>(hn::BitCast(longs, mixed(hn::Xor(hn::Set(words, chain), wide))));
-    const auto whole = hn::Add(hn::ConvertTo(doubles, bits), hn::Set(doubles, 0.5));
-    hn::Store(hn::DemoteTo(floats, hn::Mul(whole, hn::Set(doubles, 0x1p-53))), floats, centred + i);
+    const auto hash = mixed(hn::Xor(hn::Set(words, chain), wide));
+    // The last 11 bits do not count; half of the place before them is added.
+    const auto bits = hn::OrAnd(hn::Set(words, 0x400u), hash, hn::Set(words, ~std::uint64_t{0x7FF}));
+    hn::Store(hn::DemoteTo(floats, hn::ConvertTo(doubles, hn::BitCast(longs, bits))), floats, centred + i);
   }
 }
 
-void perturb(std::uint64_t chain, const std::int32_t* x, float tau, float* logits) {
-  const hn::ScalableTag<float> floats;
-  const auto one = hn::Set(floats, 1.0F);
+using FloatTag = hn::ScalableTag<float>;
+using Floats = hn::Vec<FloatTag>;
+
+/// A positive number 2^e (1 + f), f in [-1/2, 0).
+struct Parts {
+  Floats exponent;  // 2^23 e, as the bits of the number have it
+  Floats f;
+};
+
+Parts parts_of(Floats x) {
+  const FloatTag floats;
+  const hn::RebindToSigned<FloatTag> integers;
+  const auto bits = hn::BitCast(integers, x);
+  const auto mantissa = hn::OrAnd(hn::Set(integers, 0x3F000000), bits, hn::Set(integers, 0x007FFFFF));
+  return {hn::ConvertTo(floats, hn::Sub(bits, mantissa)),
+          hn::Sub(hn::BitCast(floats, mantissa), hn::Set(floats, 1.0F))};
+}
+
+/// 2^23 (constant + slope x)
+Floats scaled_line(Floats x, float constant, float slope) {
+  const FloatTag floats;
+  return hn::MulAdd(hn::Set(floats, 0x1p23F * slope), x, hn::Set(floats, 0x1p23F * constant));
+}
+
+/// 2^23 log2(2^e (1 + f)) = 2^23 (e + f p(f)) with p of degree 8, minimax with relative error 2.3e-8. Its terms are
+/// added in pairs, so that few wait for others.
+Floats scaled_log2(const Parts& x) {
+  const FloatTag floats;
+  const Floats f2 = hn::Mul(x.f, x.f), f4 = hn::Mul(f2, f2);
+  const Floats p01 = scaled_line(x.f, 1.44269507F, -0.721337209F), p23 = scaled_line(x.f, 0.481428216F, -0.350293756F);
+  const Floats p45 = scaled_line(x.f, 0.388968485F, 0.293642758F), p67 = scaled_line(x.f, 1.8144301F, 2.44653551F);
+  const Floats p678 = hn::MulAdd(hn::Set(floats, 0x1p23F * 2.07907763F), f2, p67);
+  const Floats p = hn::MulAdd(hn::MulAdd(p678, f2, p45), f4, hn::MulAdd(p23, f2, p01));
+  return hn::MulAdd(p, x.f, x.exponent);
+}
+
+void perturb(std::uint64_t chain, const std::int32_t* x, float inverse_tau, float* logits) {
+  const FloatTag floats;
   HWY_ALIGN float draws[noise_at_once];
   draw_centred(chain, x, draws);
   for (std::ptrdiff_t i = 0; i < noise_at_once; i += static_cast<std::ptrdiff_t>(hn::Lanes(floats))) {
-    const auto centred = hn::Load(floats, draws + i);
+    const auto centred = hn::Mul(hn::Load(floats, draws + i), hn::Set(floats, 0x1p-64F));
+    // From 1/2 on u = 1 + f with the f that was drawn: near 1 rounding u would lose much of ln u.
     const auto above = hn::Lt(centred, hn::Zero(floats));
-    const auto u = hn::IfThenElse(above, hn::Add(one, centred), centred);
-    // Near 1 what u lost by rounding is much of -ln u.
-    const auto lost = hn::IfThenElseZero(above, hn::Sub(hn::Sub(u, one), centred));
-    const auto noise = hn::Log(floats, hn::Sub(lost, hn::Log(floats, u)));  // -G
+    Parts u = parts_of(centred);
+    u.exponent = hn::IfThenZeroElse(above, u.exponent);
+    u.f = hn::IfThenElse(above, centred, u.f);
+    const auto exponential = hn::Mul(scaled_log2(u), hn::Set(floats, -0x1p-23F * std::numbers::ln2_v<float>));  // -ln u
     const auto sum =
-        hn::Sub(hn::LoadU(floats, logits + i), hn::Mul(noise, hn::Set(floats, std::numbers::log2e_v<float>)));
-    hn::StoreU(hn::Div(sum, hn::Set(floats, tau)), floats, logits + i);
+        hn::NegMulAdd(scaled_log2(parts_of(exponential)), hn::Set(floats, 0x1p-23F), hn::LoadU(floats, logits + i));
+    hn::StoreU(hn::Mul(sum, hn::Set(floats, inverse_tau)), floats, logits + i);
   }
 }
 
 void add_gumbel_noise(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits) {
   std::ptrdiff_t i = 0;
-  for (; i + noise_at_once <= n; i += noise_at_once) perturb(chain, x + i, tau, logits + i);
+  for (; i + noise_at_once <= n; i += noise_at_once) perturb(chain, x + i, 1.0F / tau, logits + i);
   if (i == n) return;
   std::int32_t last[noise_at_once] = {};
   float rest[noise_at_once] = {};
   std::copy_n(x + i, n - i, last);
   std::copy_n(logits + i, n - i, rest);
-  perturb(chain, last, tau, rest);
+  perturb(chain, last, 1.0F / tau, rest);
   std::copy_n(rest, n - i, logits + i);
 }
 

@@ -6,8 +6,7 @@
 
 namespace kvreplay {
 
-/// Exponentials and logarithms are by Highway's polynomials, within 4 units in the last place; the last bits depend on
-/// the SIMD level.
+/// Exponentials are by Highway's polynomials, within 4 units in the last place; the last bits depend on the SIMD level.
 struct ElementaryKernels {
   /// The largest of x[i], i < n, and of `least`.
   double (*largest)(const double* x, std::ptrdiff_t n, double least);
@@ -15,6 +14,7 @@ struct ElementaryKernels {
   double (*exponentials)(double* x, std::ptrdiff_t n, double most);
   /// logits[i] = (logits[i] + G / ln 2) / tau for i < n, G = -ln(-ln u) with u = uniform(chained(chain, x[i])): a
   /// variate of the standard Gumbel distribution, in float32; u keeps its digits near 0 and its distance to 1 near 1.
+  /// Within 3e-7 (1 + |G / ln 2|), by a polynomial; the last bits depend on the SIMD level.
   void (*add_gumbel_noise)(std::uint64_t chain, const std::int32_t* x, std::ptrdiff_t n, float tau, float* logits);
   /// counts[i] += 1 and last[i] = number where x[i] > least, i < n.
   void (*count_above)(const double* x, std::ptrdiff_t n, double least, double number, double* counts, double* last);
