@@ -91,6 +91,17 @@ HWY_INLINE void add_to_lanes(Vector sum, float* lane_sums) {
   hn::Store(hn::Add(hn::Load(Floats(), lane_sums), sum), Floats(), lane_sums);
 }
 
+/// p of one row of a tile that it sees whole. Returns their sum in each lane.
+HWY_INLINE Vector whole_row(Vector x0, Vector x1, float reference, float* p, Vector& highest) {
+  Vector exponent0, exponent1;
+  const Vector p0 = exponential(x0, splat(reference), exponent0);
+  const Vector p1 = exponential(x1, splat(reference), exponent1);
+  highest = hn::Max(hn::Max(highest, exponent0), exponent1);
+  hn::Store(p0, Floats(), p);
+  hn::Store(p1, Floats(), p + lanes);
+  return hn::Add(p0, p1);
+}
+
 /// A tile that all rows of the panel see whole, with settled references: everything stays in registers.
 template <class Form, int height, bool with_logits>
 HWY_NOINLINE bool whole_exponentials(const TileBlock& block, const float* keys, int tile, int panel) {
@@ -108,20 +119,14 @@ HWY_NOINLINE bool whole_exponentials(const TileBlock& block, const float* keys, 
   Vector highest = splat(0.0F);
 #pragma GCC unroll 16
   for (int r = 0; r < height; ++r) {
-    const Vector reference = splat(references[r]);
     const Vector x0 = Form::scaled(sums[r][0], block);
     const Vector x1 = Form::scaled(sums[r][1], block);
     if (with_logits) {
       hn::Store(x0, floats, block.logits + piece + r * tile_columns);
       hn::Store(x1, floats, block.logits + piece + r * tile_columns + lanes);
     }
-    Vector exponent0, exponent1;
-    const Vector p0 = exponential(x0, reference, exponent0);
-    const Vector p1 = exponential(x1, reference, exponent1);
-    highest = hn::Max(hn::Max(highest, exponent0), exponent1);
-    hn::Store(p0, floats, p + r * tile_columns);
-    hn::Store(p1, floats, p + r * tile_columns + lanes);
-    add_to_lanes(hn::Add(p0, p1), lane_sums + r * tile_columns);
+    const Vector sum = whole_row(x0, x1, references[r], p + r * tile_columns, highest);
+    add_to_lanes(sum, lane_sums + r * tile_columns);
   }
   return !above_headroom(highest);
 }
@@ -157,9 +162,9 @@ HWY_INLINE float row_reference(int first, int end, int first_key, const float* x
   return std::ceil(hn::GetLane(hn::MaxOfLanes(floats, highest)));
 }
 
-/// p of one row of a tile, 0 beyond the keys [first, end); their sum goes to the lanes.
-HWY_INLINE void masked_row(int first, int end, int first_key, float reference, const float* x, float* p,
-                           float* lane_sums, Vector& highest) {
+/// p of one row of a tile, 0 beyond the keys [first, end). Returns their sum in each lane.
+HWY_INLINE Vector masked_row(int first, int end, int first_key, float reference, const float* x, float* p,
+                             Vector& highest) {
   const Floats floats;
   Vector sum = hn::Zero(floats);
   for (int v = 0; v < tile_columns; v += lanes) {
@@ -170,7 +175,7 @@ HWY_INLINE void masked_row(int first, int end, int first_key, float reference, c
     hn::Store(powers, floats, p + v);
     sum = hn::Add(sum, powers);
   }
-  add_to_lanes(sum, lane_sums);
+  return sum;
 }
 
 void settle(const TileBlock& block, int panel) {
@@ -195,8 +200,9 @@ HWY_NOINLINE bool masked_exponentials(const TileBlock& block, const float* keys,
     const int first = block.first[row], end = block.end[row];
     const int begin = r * tile_columns;
     if (block.reference[row] == -HUGE_VALF) block.reference[row] = row_reference(first, end, first_key, x + begin);
-    masked_row(first, end, first_key, block.reference[row], x + begin, block.exponentials + piece + begin,
-               lane_sums + begin, highest);
+    const Vector sum =
+        masked_row(first, end, first_key, block.reference[row], x + begin, block.exponentials + piece + begin, highest);
+    add_to_lanes(sum, lane_sums + begin);
     if (block.logits == nullptr) continue;
     for (int v = 0; v < tile_columns; v += lanes)
       hn::Store(hn::IfThenElseZero(visible(first, end, first_key + v), hn::Load(floats, x + begin + v)), floats,
@@ -273,18 +279,29 @@ void fold_row_sums(const TileBlock& block) {
 }
 
 bool row_exponentials(LogitRow& row) {
-  HWY_ALIGN float lane_sums[lanes] = {};
+  const Floats floats;
+  Vector lane_sums = splat(0.0F);
+  HWY_ALIGN float stored_sums[lanes];
+  const auto fold = [&]() HWY_ATTR {
+    hn::Store(lane_sums, floats, stored_sums);
+    row.sum += folded(stored_sums);
+    lane_sums = splat(0.0F);
+  };
   row.sum = 0.0;
   for (int tile = row.first / tile_columns; tile * tile_columns < row.end; ++tile) {
     const int begin = tile * tile_columns;
-    if (row.reference == -HUGE_VALF) row.reference = row_reference(row.first, row.end, begin, row.logits + begin);
+    const float* x = row.logits + begin;
+    float* p = row.exponentials + begin;
+    if (row.reference == -HUGE_VALF) row.reference = row_reference(row.first, row.end, begin, x);
+    const bool whole = row.first <= begin && begin + tile_columns <= row.end;
     Vector highest = splat(0.0F);
-    masked_row(row.first, row.end, begin, row.reference, row.logits + begin, row.exponentials + begin, lane_sums,
-               highest);
+    const Vector sum = whole ? whole_row(hn::Load(floats, x), hn::Load(floats, x + lanes), row.reference, p, highest)
+                             : masked_row(row.first, row.end, begin, row.reference, x, p, highest);
     if (above_headroom(highest)) return false;
-    if (tile % tiles_between_folds == tiles_between_folds - 1) row.sum += folded(lane_sums);
+    lane_sums = hn::Add(lane_sums, sum);
+    if (tile % tiles_between_folds == tiles_between_folds - 1) fold();
   }
-  row.sum += folded(lane_sums);
+  fold();
   return true;
 }
 

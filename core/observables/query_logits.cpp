@@ -23,11 +23,10 @@ SoftmaxKeys keys_of(const LayerView& view, int kv_head) {
 }  // namespace
 
 void HeadLogits::add_softmax(double weight, std::span<double> sums, double sink) const {
-  const TileKernels& kernels = tile_kernels();
   LogitRow row{.logits = logits, .exponentials = exponentials, .first = first, .end = end};
-  if (!compute_rows(kernels, std::span(&row, 1)))
+  if (!compute_rows(*kernels, std::span(&row, 1)))
     throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
-  kvreplay::add_softmax(kernels, row, weight, sink, sums.data() + first);
+  kvreplay::add_softmax(*kernels, row, weight, sink, sums.data() + first);
 }
 
 QueryLogits::QueryLogits(const LayerView& view, int kv_head)
@@ -67,7 +66,8 @@ void QueryLogits::of_each(std::span<const std::int32_t> queries, const Visit& vi
                          .first = places[i].first,
                          .end = places[i].end,
                          .logits = logits + ((i - begin) * group + member) * stride,
-                         .exponentials = exponentials};
+                         .exponentials = exponentials,
+                         .kernels = &kernels_};
       visit(queries[i], heads);
     }
   }

@@ -21,6 +21,7 @@ struct HeadLogits {
   int end = 0;
   float* logits = nullptr;        // [n]; may be changed between `first` and `end`
   float* exponentials = nullptr;  // [n], to work in
+  const TileKernels* kernels = nullptr;
 
   std::span<float> seen() const { return {logits + first, logits + end}; }
   /// sums[j] += weight * softmax(logits)[j] from `first` to `end`. `sink`: a logit that takes part, in units of 1.
