@@ -57,23 +57,39 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
   }
 }
 
-double inner_product(const double* a, const double* b, int n) {
+/// Of `Rows` neighbouring rows.
+template <int Rows>
+void products_of_rows(const double* a, const double* rows, int n, double* out) {
   constexpr int sums = 8;
   const hn::CappedTag<double, sums> tag;
   constexpr int lanes = static_cast<int>(hn::MaxLanes(tag)), vectors = sums / lanes;
-  hn::Vec<decltype(tag)> side_by_side[vectors];
-  for (auto& vector : side_by_side) vector = hn::Zero(tag);
+  hn::Vec<decltype(tag)> side_by_side[Rows][vectors];
+  for (auto& of_row : side_by_side)
+    for (auto& vector : of_row) vector = hn::Zero(tag);
   int c = 0;
   for (; c + sums <= n; c += sums)
-    for (int v = 0; v < vectors; ++v)
-      side_by_side[v] =
-          Product::add(side_by_side[v], hn::LoadU(tag, a + c + v * lanes), hn::LoadU(tag, b + c + v * lanes));
-  HWY_ALIGN double of_each[sums];
-  for (int v = 0; v < vectors; ++v) hn::Store(side_by_side[v], tag, of_each + v * lanes);
-  for (int each = 0; c < n; ++c, ++each) of_each[each] += a[c] * b[c];
-  double sum = 0;
-  for (const double one : of_each) sum += one;
-  return sum;
+    for (int v = 0; v < vectors; ++v) {
+      const auto weights = hn::LoadU(tag, a + c + v * lanes);
+      for (int row = 0; row < Rows; ++row)
+        side_by_side[row][v] =
+            Product::add(side_by_side[row][v], weights, hn::LoadU(tag, rows + row * n + c + v * lanes));
+    }
+  HWY_ALIGN double of_each[Rows][sums];
+  for (int row = 0; row < Rows; ++row)
+    for (int v = 0; v < vectors; ++v) hn::Store(side_by_side[row][v], tag, of_each[row] + v * lanes);
+  for (int each = 0; c < n; ++c, ++each)
+    for (int row = 0; row < Rows; ++row) of_each[row][each] += a[c] * rows[row * n + c];
+  std::fill_n(out, Rows, 0.0);
+  for (int each = 0; each < sums; ++each)
+    for (int row = 0; row < Rows; ++row) out[row] += of_each[row][each];
+}
+
+void inner_products(const double* a, const double* rows, int count, int n, double* out) {
+  constexpr int at_once = 4;  // each sum waits for the one before
+  int row = 0;
+  for (; row + at_once <= count; row += at_once)
+    products_of_rows<at_once>(a, rows + static_cast<std::ptrdiff_t>(row) * n, n, out + row);
+  for (; row < count; ++row) products_of_rows<1>(a, rows + static_cast<std::ptrdiff_t>(row) * n, n, out + row);
 }
 
 void add_to_each(double weight, const double* row, int n, double* const* sums, int count) {
@@ -145,7 +161,7 @@ void combine_all_lists(const double* weights, int lists, int count, const double
 const CombinationKernels& combination_table() {
   static const CombinationKernels table{.doubles = combine<Product, double>,
                                         .lists_of_doubles = combine_all_lists,
-                                        .inner_product = inner_product,
+                                        .inner_products = inner_products,
                                         .squared_distances = combine<SquaredDifference, double>,
                                         .add_to_each = add_to_each,
                                         .floats = combine<Product, float>};

@@ -13,8 +13,8 @@ struct CombinationKernels {
   /// four of them.
   void (*lists_of_doubles)(const double* weights, int lists, int count, const double* rows, std::ptrdiff_t stride,
                            int n, double* out, std::ptrdiff_t out_stride);
-  /// Σ a[c] b[c], c < n: eight sums, over every eighth c each, which are added in order.
-  double (*inner_product)(const double* a, const double* b, int n);
+  /// out[r] = Σ_c a[c] rows[r · n + c], c < n, r < count: eight sums, over every eighth c each, are added in order.
+  void (*inner_products)(const double* a, const double* rows, int count, int n, double* out);
   /// out[i] = Σ_c (vector[c] - rows[c · stride + i])²
   void (*squared_distances)(const double* vector, int count, const double* rows, std::ptrdiff_t stride, int n,
                             double* out);

@@ -21,15 +21,14 @@ void count_equal(std::span<const double> numbers, std::span<const double> rows, 
 
 std::vector<double> products_with(std::span<const double> query, std::span<const double> vectors) {
   const CombinationKernels& kernels = combination_kernels();
-  const int dim = static_cast<int>(query.size());
   std::vector<double> products(vectors.size() / query.size());
-  for (std::size_t i = 0; i < products.size(); ++i)
-    products[i] = kernels.inner_product(query.data(), vectors.data() + i * query.size(), dim);
+  kernels.inner_products(query.data(), vectors.data(), static_cast<int>(products.size()),
+                         static_cast<int>(query.size()), products.data());
   return products;
 }
 
 Matrix query_products(const LayerTensors& layer, std::int32_t position, int first, int end, int threads) {
-  constexpr int block = 512;  // keys of a piece of work
+  constexpr int block = 32;  // keys of a piece of work, which stay in a first-level cache for the heads of the group
   const CombinationKernels& kernels = combination_kernels();
   const int count = std::max(0, end - first), group = layer.group(), stored = stored_query(layer, position);
   const auto dim = static_cast<std::size_t>(layer.q.dim);
@@ -38,12 +37,12 @@ Matrix query_products(const LayerTensors& layer, std::int32_t position, int firs
   const int blocks = (count + block - 1) / block;
   all_side_by_side(threads, static_cast<std::size_t>(layer.k.heads * blocks), [&](std::size_t piece) {
     const int kv_head = static_cast<int>(piece) / blocks, begin = static_cast<int>(piece) % blocks * block;
-    std::vector<double> key(dim);
-    for (int j = begin; j < std::min(begin + block, count); ++j) {
-      read_row(layer.k, kv_head, first + j, key);  // once for all query heads of the group
-      for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-        products(head, j) = kernels.inner_product(queries.row(head).data(), key.data(), layer.q.dim);
-    }
+    const int keys = std::min(block, count - begin);
+    std::vector<double> of_keys(static_cast<std::size_t>(keys) * dim);
+    for (int j = 0; j < keys; ++j)
+      read_row(layer.k, kv_head, first + begin + j, std::span(of_keys).subspan(static_cast<std::size_t>(j) * dim, dim));
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
+      kernels.inner_products(queries.row(head).data(), of_keys.data(), keys, layer.q.dim, &products(head, begin));
   });
   return products;
 }

@@ -68,14 +68,20 @@ TEST(Combinations, AMultipleIsAddedToEachSum) {
 
 TEST(Combinations, InnerProductsAreEightSums) {
   testing::at_every_simd_level([](const char* level) {
-    for (const int n : {0, 1, 7, 8, 9, 64, 100}) {
-      const auto a = numbers<double>(static_cast<std::size_t>(n), 5),
-                 b = numbers<double>(static_cast<std::size_t>(n), 6);
-      double sums[8] = {}, sum = 0;
-      for (std::size_t c = 0; c < a.size(); ++c) sums[c % 8] += a[c] * b[c];
-      for (const double one : sums) sum += one;
-      ASSERT_EQ(combination_kernels().inner_product(a.data(), b.data(), n), sum) << level << ", n = " << n;
-    }
+    for (const int n : {0, 1, 7, 8, 9, 64, 100})
+      for (const int count : {0, 1, 3, 4, 9}) {
+        const auto a = numbers<double>(static_cast<std::size_t>(n), 5);
+        const auto rows = numbers<double>(static_cast<std::size_t>(n * count), 6);
+        std::vector<double> found(static_cast<std::size_t>(count) + 1, 1e300), expected = found;
+        combination_kernels().inner_products(a.data(), rows.data(), count, n, found.data());
+        for (std::size_t row = 0; row < static_cast<std::size_t>(count); ++row) {
+          double sums[8] = {};
+          for (std::size_t c = 0; c < a.size(); ++c) sums[c % 8] += a[c] * rows[row * a.size() + c];
+          expected[row] = 0;
+          for (const double one : sums) expected[row] += one;
+        }
+        ASSERT_EQ(found, expected) << level << ", n = " << n << ", rows = " << count;
+      }
   });
 }
 
