@@ -1,6 +1,7 @@
 #include "attention/softmax_keys.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "error.h"
@@ -8,18 +9,20 @@
 namespace kvreplay {
 namespace {
 
-/// What the query at `position` sees of the keys from position `lowest` on: keys [first, end), its own among them or
-/// not.
-void find_visible(const SoftmaxKeys& softmax_keys, int position, int lowest, QueryPlace& place) {
-  if (softmax_keys.resident.empty()) {
-    place.first = std::min(lowest, softmax_keys.count);
-    place.end = std::min(position + 1, softmax_keys.count);
-    if (position < softmax_keys.count) place.own = position;
-    return;
-  }
+/// The keys of `resident`, in ascending order, from position `lowest` to `position`.
+void find_in_order(std::span<const std::int32_t> resident, int position, int lowest, QueryPlace& place) {
+  const auto first = std::ranges::lower_bound(resident, lowest), end = std::ranges::upper_bound(resident, position);
+  if (first >= end) return;
+  place.first = static_cast<int>(first - resident.begin());
+  place.end = static_cast<int>(end - resident.begin());
+  if (*std::prev(end) == position) place.own = place.end - 1;
+}
+
+/// The same in any order. Throws Error{usage} where these keys do not stand side by side.
+void find_in_any_order(std::span<const std::int32_t> resident, int position, int lowest, QueryPlace& place) {
   int seen = 0;
-  for (int key = 0; key < softmax_keys.count; ++key) {
-    const int stands = softmax_keys.position(key);
+  for (int key = 0; key < static_cast<int>(resident.size()); ++key) {
+    const int stands = resident[static_cast<std::size_t>(key)];
     if (stands < lowest || stands > position) continue;
     if (seen == 0) place.first = key;
     place.end = key + 1;
@@ -48,12 +51,21 @@ int stored_query(const LayerTensors& layer, std::int32_t position) {
 
 std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const std::int32_t> queries,
                                      const SoftmaxKeys& softmax_keys) {
+  const std::span<const std::int32_t> resident = softmax_keys.resident;
+  const auto find = std::ranges::is_sorted(resident) ? find_in_order : find_in_any_order;
   std::vector<QueryPlace> places;
   places.reserve(queries.size());
   for (const std::int32_t position : queries) {
-    QueryPlace place;
+    QueryPlace place{.rotation = softmax_keys.rotation};
     place.stored = stored_query(layer, position);
-    find_visible(softmax_keys, position, layer.first_visible(position), place);
+    const int lowest = layer.first_visible(position);
+    if (resident.empty()) {
+      place.first = std::min(lowest, softmax_keys.count);
+      place.end = std::min(position + 1, softmax_keys.count);
+      if (position < softmax_keys.count) place.own = position;
+    } else {
+      find(resident.first(static_cast<std::size_t>(softmax_keys.count)), position, lowest, place);
+    }
     if (softmax_keys.positions == Positions::cache) {
       if (place.own < 0) {
         throw Error{Refusal::usage, "resident", "cache positions", "the key of query " + std::to_string(position),
@@ -64,6 +76,13 @@ std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const 
     places.push_back(place);
   }
   return places;
+}
+
+void move(const Rope& rope, const BackwardRotation* rotation, int distance, std::span<float> vector) {
+  if (rotation != nullptr)
+    rotation->apply(distance, vector);
+  else
+    rotate(rope, distance, vector);
 }
 
 double visible_pairs(const LayerTensors& layer, std::span<const std::int32_t> queries, int columns) {

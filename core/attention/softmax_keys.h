@@ -33,9 +33,13 @@ struct QueryPlace {
   int stored = 0;  // number among the stored queries
   int first = 0;   // sees [first, end)
   int end = 0;
-  int own = -1;   // its own key, -1 if that does not take part
-  int moved = 0;  // from where it was captured
+  int own = -1;                                // its own key, -1 if that does not take part
+  int moved = 0;                               // from where it was captured
+  const BackwardRotation* rotation = nullptr;  // that of the keys
 };
+
+/// Moves a vector with the sines and cosines of `rotation`, or, where that is null, of its own; the same bits.
+void move(const Rope& rope, const BackwardRotation* rotation, int distance, std::span<float> vector);
 
 /// Places of `queries` (positions). Throws Error{input} where a query is not stored, Error{usage} where a query must
 /// move to its slot and has none, or where the keys that it sees do not stand side by side.

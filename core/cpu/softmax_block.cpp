@@ -97,21 +97,21 @@ void SoftmaxBlock::pack_queries(const LayerTensors& layer, std::span<const Block
   float* queries = queries_.at_least(static_cast<std::size_t>(block_.panels) * panel_cells);
   float* staging = staging_.at_least(product(kernels_.rows, dim));
   block_.queries = queries;
-  const bool move = std::ranges::any_of(rows, [](const BlockRow& row) { return row.place.moved != 0; });
+  const bool moves = std::ranges::any_of(rows, [](const BlockRow& row) { return row.place.moved != 0; });
   for (int panel = 0; panel < block_.panels; ++panel) {
     std::array<const std::byte*, most_vectors> vectors;
     for (int r = 0; r < kernels_.rows; ++r) {
       const BlockRow& row = rows[static_cast<std::size_t>(std::min(panel * kernels_.rows + r, block_.rows - 1))];
       const std::byte*& vector = vectors[static_cast<std::size_t>(r)];
       vector = layer.q.row(row.head, row.place.stored);
-      if (!move) continue;
+      if (!moves) continue;
       const std::span<float> moved(staging + product(r, dim), static_cast<std::size_t>(dim));
       kernels_.widen(vector, layer.q.dtype, dim, moved.data());
-      rotate(layer.rope, row.place.moved, moved);
+      move(layer.rope, row.place.rotation, row.place.moved, moved);
       vector = reinterpret_cast<const std::byte*>(moved.data());
     }
     float* packed = queries + static_cast<std::size_t>(panel) * panel_cells;
-    form_->pack(vectors.data(), move ? DType::float32 : layer.q.dtype, dim, kernels_.rows, packed);
+    form_->pack(vectors.data(), moves ? DType::float32 : layer.q.dtype, dim, kernels_.rows, packed);
     if (form_->numbers_a_cell == 1)
       for (std::size_t i = 0; i < panel_cells; ++i) packed[i] *= block_.scale;
   }
@@ -197,10 +197,7 @@ void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTens
     if (!moves) continue;
     const std::span<float> moved(room + product(i, dim), static_cast<std::size_t>(dim));
     kernels.widen(vector, layer.k.dtype, dim, moved.data());
-    if (softmax_keys.rotation != nullptr)
-      softmax_keys.rotation->apply(softmax_keys.moved(key), moved);
-    else
-      rotate(layer.rope, softmax_keys.moved(key), moved);
+    move(layer.rope, softmax_keys.rotation, softmax_keys.moved(key), moved);
     vector = reinterpret_cast<const std::byte*>(moved.data());
   }
   form.pack(vectors.data(), moves ? DType::float32 : layer.k.dtype, dim, kernels.keys, out);

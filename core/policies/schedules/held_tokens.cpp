@@ -94,9 +94,9 @@ void HeldTokens::cut_row(const LayerView& now, const Matrix& scores, int row, Ro
   std::vector<std::int32_t>& list = held_[static_cast<std::size_t>(row)];
   const std::vector<std::int32_t> before = list;
   const Kept kept = choose_row(plan_.select, before, of_row, budget, &now, who_);
-  for (const std::int32_t position : before)
-    if (!std::ranges::binary_search(kept.positions, position))
-      selection_.evicted_of(row)[static_cast<std::size_t>(position)] = seen_ - 1;
+  const std::span<std::int32_t> evicted_at = selection_.evicted_of(row);
+  for (const std::int32_t position : before) evicted_at[static_cast<std::size_t>(position)] = seen_ - 1;
+  for (const std::int32_t position : kept.positions) evicted_at[static_cast<std::size_t>(position)] = -1;
   list = kept.positions;
   if (!by_relevance) return;
   std::vector<double> score_of(static_cast<std::size_t>(seen_));
