@@ -78,16 +78,16 @@ class SimilarLayer final : public MergingLayer {
     all.insert(all.end(), found.begin(), found.end());
   }
 
-  void merge(int head, std::int32_t step, HeadValues& values) const override {
-    const auto merges = std::ranges::equal_range(merges_[static_cast<std::size_t>(head)], step, {}, &Merge::step);
+  void merge(int head, std::span<const std::int32_t> some, HeadValues& values) const override {
+    const std::span<const Merge> merges = merges_of(some, merges_[static_cast<std::size_t>(head)]);
     std::vector<double> sum;
     for (auto next = merges.begin(); next != merges.end();) {
-      const std::int32_t target = next->target;
+      const std::int32_t step = next->step, target = next->target;
       const std::span<double> kept = values.sum_of(target);
       const double length = std::sqrt(square_of(kept));
       sum.assign(kept.begin(), kept.end());
       double weights = 1;
-      for (; next != merges.end() && next->target == target; ++next) {
+      for (; next != merges.end() && next->step == step && next->target == target; ++next) {
         const std::span<const double> evicted = values.of(next->token);
         const double own = std::sqrt(square_of(evicted));
         const double weight = next->cosine * own / (own + length + least_length);

@@ -45,28 +45,32 @@ constexpr std::int32_t steps_at_once = 128;
 constexpr std::size_t attention_bytes = std::size_t{64} << 20;
 
 /// The first `most` numbers behind each of several, which are asked for from the last to the first and are not among
-/// them; all are less than `end`.
+/// them.
 class FirstBehind {
  public:
-  FirstBehind(std::size_t most, std::int32_t end) : most_(most), end_(end) {}
+  explicit FirstBehind(std::size_t most) : most_(most) {}
 
+  /// Begins again, with numbers below `end`.
+  void begin(std::int32_t end) {
+    end_ = end;
+    behind_.clear();
+  }
   /// Ascending, of the numbers that `counts`.
   std::span<const std::int32_t> of(std::int32_t number, const auto& counts) {
-    std::vector<std::int32_t> nearest;
-    nearest.reserve(std::min(most_, static_cast<std::size_t>(end_ - number) + behind_.size()));
-    for (std::int32_t j = number + 1; j < end_ && nearest.size() < most_; ++j)
-      if (counts(j)) nearest.push_back(j);
-    const std::size_t farther = std::min(most_ - nearest.size(), behind_.size());
-    nearest.insert(nearest.end(), behind_.begin(), behind_.begin() + static_cast<std::ptrdiff_t>(farther));
-    behind_ = std::move(nearest);
+    nearest_.clear();
+    for (std::int32_t j = number + 1; j < end_ && nearest_.size() < most_; ++j)
+      if (counts(j)) nearest_.push_back(j);
+    const std::size_t farther = std::min(most_ - nearest_.size(), behind_.size());
+    nearest_.insert(nearest_.end(), behind_.begin(), behind_.begin() + static_cast<std::ptrdiff_t>(farther));
+    std::swap(behind_, nearest_);
     end_ = number;
     return behind_;
   }
 
  private:
   std::size_t most_;
-  std::int32_t end_;
-  std::vector<std::int32_t> behind_;
+  std::int32_t end_ = 0;
+  std::vector<std::int32_t> behind_, nearest_;
 };
 
 /// A token and its number among those that are resident to a query.
@@ -176,10 +180,11 @@ class MergedLayer final : public MergingLayer {
       view().on_threads(static_cast<std::size_t>(view().kv_heads()), [&](std::size_t number) {
         const int head = static_cast<int>(number);
         PaidAttention& paid = paid_[number];
+        FirstBehind behind(most_compared());
         for (std::size_t i = 0; i < some.size(); ++i) {
           const Eviction& eviction = evictions[static_cast<std::size_t>(row_of(head))][i];
           paid.attend(attention[i], head * view().group(), wanted[i].first);
-          add_merges(some[i], head, paid, eviction);
+          add_merges(some[i], head, paid, eviction, behind);
           paid.evict(eviction.evicted);
         }
       });
@@ -218,19 +223,26 @@ class MergedLayer final : public MergingLayer {
 
   /// What a row evicts at some steps, where tokens come from `first` on.
   std::vector<Eviction> evict(int row, std::span<const std::int32_t> some, std::int32_t first) {
-    std::vector<std::int32_t>& resident = resident_[static_cast<std::size_t>(row)];
+    std::vector<std::int32_t>& tokens = resident_[static_cast<std::size_t>(row)];  // evicted ones are erased at the end
+    const std::span<const std::int32_t> steps = evicted_at(row);
     std::vector<Eviction> evictions;
+    std::vector<Evicted> erased;  // ascending, numbers among `tokens`
     for (const std::int32_t step : some) {
-      for (; first <= step; ++first) resident.push_back(first);
-      Eviction& eviction = evictions.emplace_back(resident.size());
-      const auto at_step = std::ranges::equal_range(
-          evictions_[static_cast<std::size_t>(row)], step, {},
-          [&](std::int32_t token) { return evicted_at(row)[static_cast<std::size_t>(token)]; });
-      for (const std::int32_t token : at_step)
-        eviction.evicted.push_back(
-            {static_cast<std::size_t>(std::ranges::lower_bound(resident, token) - resident.begin()), token});
-      erase_numbers(resident, eviction.evicted);
+      for (; first <= step; ++first) tokens.push_back(first);
+      Eviction& eviction = evictions.emplace_back(tokens.size() - erased.size());
+      const auto before = static_cast<std::ptrdiff_t>(erased.size());
+      for (const std::int32_t token :
+           std::ranges::equal_range(evictions_[static_cast<std::size_t>(row)], step, {},
+                                    [&](std::int32_t one) { return steps[static_cast<std::size_t>(one)]; })) {
+        const auto number = static_cast<std::size_t>(std::ranges::lower_bound(tokens, token) - tokens.begin());
+        const auto lower =
+            std::ranges::lower_bound(erased.begin(), erased.begin() + before, token, {}, &Evicted::token);
+        eviction.evicted.push_back({number - static_cast<std::size_t>(lower - erased.begin()), token});
+        erased.push_back({number, token});
+      }
+      std::ranges::inplace_merge(erased, erased.begin() + before, {}, &Evicted::token);
     }
+    erase_numbers(tokens, erased);
     return evictions;
   }
 
@@ -241,7 +253,7 @@ class MergedLayer final : public MergingLayer {
     NumberRange range{resident, 0};
     for (const std::vector<Eviction>& of_row : evictions) {
       if (of_row[step].evicted.empty()) continue;
-      const std::size_t last = of_row[step].evicted.back().number + most_compared(of_row[step].resident);
+      const std::size_t last = of_row[step].evicted.back().number + most_compared();
       range.first = std::min(range.first, static_cast<int>(of_row[step].evicted.front().number));
       range.end = std::max(range.end, static_cast<int>(std::min(last + 1, of_row[step].resident)));
     }
@@ -249,8 +261,8 @@ class MergedLayer final : public MergingLayer {
   }
 
   /// Tokens behind an evicted one with which it is compared.
-  std::size_t most_compared(std::size_t resident) const {
-    return part_.mean == Mean::later ? resident : static_cast<std::size_t>(part_.merge);
+  std::size_t most_compared() const {
+    return part_.mean == Mean::later ? evicted_at(0).size() : static_cast<std::size_t>(part_.merge);
   }
 
   std::vector<Matrix> of_queries(std::span<const std::int32_t> queries, std::span<const std::int32_t> tokens,
@@ -279,8 +291,9 @@ class MergedLayer final : public MergingLayer {
   }
 
   /// Of what a KV head evicts after a query: from the last one to the first.
-  void add_merges(std::int32_t step, int head, const PaidAttention& paid, const Eviction& eviction) {
-    FirstBehind behind(most_compared(eviction.resident), static_cast<std::int32_t>(eviction.resident));
+  void add_merges(std::int32_t step, int head, const PaidAttention& paid, const Eviction& eviction,
+                  FirstBehind& behind) {
+    behind.begin(static_cast<std::int32_t>(eviction.resident));
     for (std::size_t i = eviction.evicted.size(); i-- > 0;) {
       const auto [number, token] = eviction.evicted[i];
       const std::span<const std::int32_t> compared =
@@ -303,13 +316,15 @@ class MergedLayer final : public MergingLayer {
     return uniform(draw) < probability ? 1.0 : 0.0;
   }
 
-  void merge(int head, std::int32_t step, HeadValues& values) const override {
-    FirstBehind behind(static_cast<std::size_t>(part_.merge), step + 1);
+  void merge(int head, std::span<const std::int32_t> some, HeadValues& values) const override {
+    const int row = row_of(head);
+    FirstBehind behind(static_cast<std::size_t>(part_.merge));
     std::vector<double*> sums;
-    for (const auto& [_, token, share] :
-         std::ranges::equal_range(merges_[static_cast<std::size_t>(head)], step, {}, &Merge::step)) {
+    std::int32_t latest = -1;
+    for (const auto& [step, token, share] : merges_of(some, merges_[static_cast<std::size_t>(head)])) {
+      if (step != std::exchange(latest, step)) behind.begin(step + 1);
       sums.clear();
-      for (const std::int32_t j : behind.of(token, [&](std::int32_t one) { return remains(row_of(head), one, step); }))
+      for (const std::int32_t j : behind.of(token, [&](std::int32_t one) { return remains(row, one, step); }))
         sums.push_back(values.sum_of(j).data());
       add_to_each(share, values.of(token), sums);
     }

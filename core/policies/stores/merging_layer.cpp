@@ -37,7 +37,11 @@ std::span<const float> HeadValues::rounded() {
 }
 
 MergingLayer::MergingLayer(const LayerView& view, const LayerSelection& selection)
-    : view_(view), rows_(selection.set.rows()), evicted_at_(selection.evicted_at), steps_(selection.evicted_at) {
+    : view_(view),
+      rows_(selection.set.rows()),
+      tokens_(selection.evicted_at.size() / static_cast<std::size_t>(rows_)),
+      evicted_at_(selection.evicted_at),
+      steps_(selection.evicted_at) {
   std::erase(steps_, -1);
   std::ranges::sort(steps_);
   const auto repeated = std::ranges::unique(steps_);
@@ -90,8 +94,10 @@ void MergingLayer::merge_prompt() {
 }
 
 std::size_t MergingLayer::merge_before(int query, int head, std::size_t done, HeadValues& values) const {
-  for (; done < steps_.size() && steps_[done] < query; ++done) merge(head, steps_[done], values);
-  return done;
+  const std::span<const std::int32_t> left = std::span(steps_).subspan(done);
+  const auto count = static_cast<std::size_t>(std::ranges::lower_bound(left, query) - left.begin());
+  if (count > 0) merge(head, left.first(count), values);
+  return done + count;
 }
 
 /// Others are read by no later query.

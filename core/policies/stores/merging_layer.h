@@ -1,6 +1,7 @@
 // Stores that merge the values of evicted tokens into those of the tokens that remain, at each eviction.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -49,9 +50,16 @@ class MergingLayer : public EvolvingLayer {
   Reader of_head(int kv_head) const final;
 
  protected:
-  /// Merges the values of a KV head that are evicted after query `step`. Called on any thread, for each of steps() in
-  /// ascending order.
-  virtual void merge(int head, std::int32_t step, HeadValues& values) const = 0;
+  /// Merges the values of a KV head that are evicted after the queries `some`. Called on any thread, for all of steps()
+  /// in ascending order.
+  virtual void merge(int head, std::span<const std::int32_t> some, HeadValues& values) const = 0;
+
+  /// Those of the steps `some` among merges that are ascending by their `step`.
+  template <class Merge>
+  static std::span<const Merge> merges_of(std::span<const std::int32_t> some, const std::vector<Merge>& merges) {
+    return {std::ranges::lower_bound(merges, some.front(), {}, &Merge::step),
+            std::ranges::upper_bound(merges, some.back(), {}, &Merge::step)};
+  }
 
   const LayerView& view() const { return view_; }
   int rows() const { return rows_; }
@@ -60,8 +68,7 @@ class MergingLayer : public EvolvingLayer {
   const std::vector<std::int32_t>& steps() const { return steps_; }
   /// [T] the query after which a row evicts each token, -1 never.
   std::span<const std::int32_t> evicted_at(int row) const {
-    const std::size_t tokens = evicted_at_.size() / static_cast<std::size_t>(rows_);
-    return std::span(evicted_at_).subspan(static_cast<std::size_t>(row) * tokens, tokens);
+    return std::span(evicted_at_).subspan(static_cast<std::size_t>(row) * tokens_, tokens_);
   }
   /// Whether a row still holds a token after the evictions of query `step`, where it has come.
   bool remains(int row, std::int32_t token, std::int32_t step) const {
@@ -76,6 +83,7 @@ class MergingLayer : public EvolvingLayer {
 
   const LayerView& view_;
   int rows_;
+  std::size_t tokens_;                    // T
   std::vector<std::int32_t> evicted_at_;  // [rows, T]: the query after which each token is evicted, -1 never
   std::vector<std::int32_t> steps_;
   double bytes_ = 0;
