@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <new>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,17 @@
 #include "policies/store.h"
 
 namespace kvreplay {
+
+/// Memory that begins with a cache line: vector instructions on a vector of values then touch no line twice.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t line{64};
+
+  T* allocate(std::size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), line)); }
+  void deallocate(T* memory, std::size_t) { ::operator delete(memory, line); }
+  bool operator==(const LineAllocator&) const = default;
+};
 
 /// The values of one KV head, summed in float64 and rounded to float32 where they are read.
 class HeadValues {
@@ -34,7 +46,7 @@ class HeadValues {
 
   std::size_t dim_;
   std::vector<float> rounded_;
-  std::vector<double> sums_;
+  std::vector<double, LineAllocator<double>> sums_;
   std::vector<bool> changed_;           // [T] since they were rounded
   std::vector<std::int32_t> to_round_;  // these tokens
 };
