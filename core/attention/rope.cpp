@@ -59,8 +59,10 @@ std::shared_ptr<const BackwardRotation::Angles> BackwardRotation::angles_of(std:
     longer.distances = std::max(farthest + 1, longer.distances + longer.distances / 4);  // asked for again and again
     for (int distance = kept[0]->distances; distance < longer.distances; ++distance) {
       for (const double frequency : frequencies) {
-        longer.cosines.push_back(std::cos(-distance * frequency));
-        longer.sines.push_back(std::sin(-distance * frequency));
+        const double angle = -distance * frequency;
+        const double cosine = std::cos(angle), sine = std::sin(angle);  // side by side, they are computed together
+        longer.cosines.push_back(cosine);
+        longer.sines.push_back(sine);
       }
     }
     kept[0] = std::make_shared<Angles>(std::move(longer));
