@@ -29,9 +29,10 @@ Matrix query_pair_means(const LayerTensors& layer, int tokens, int threads) {
       backward.apply(-t, query);
       for (std::size_t i = 0; i < pairs; ++i) {
         const auto [real, imaginary] = pair_place(layer.rope, i);
-        sums[i] += query[real];
-        sums[pairs + i] += query[imaginary];
-        sums[2 * pairs + i] += std::hypot(query[real], query[imaginary]);
+        const double x = query[real], y = query[imaginary];
+        sums[i] += x;
+        sums[pairs + i] += y;
+        sums[2 * pairs + i] += std::sqrt(x * x + y * y);  // squares of float32 numbers overflow no float64
       }
     }
     for (double& sum : sums) sum /= tokens * layer.rope.attention_scaling;

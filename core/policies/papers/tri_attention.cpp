@@ -112,7 +112,8 @@ struct TriAttention {
         .score = {.score = scores,
                   .needs = {.all_queries = true, .rope = true},
                   .reads_recent = true,
-                  .reads_sinks = true},
+                  .reads_sinks = true,
+                  .name = card.name},
         .protect = {.recent = recent},
     };
   }
