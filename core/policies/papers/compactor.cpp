@@ -61,7 +61,7 @@ struct Compactor {
     Matrix blended = z_scores(pooled(std::move(received), Pool::average, 3, scored.tokens()));
     const double weight =
         mix == automatic ? 1.0 - static_cast<double>(how.budget) / view.prompt() : parse_real("compactor:mix", mix);
-    const Matrix of_keys = leverage(scored);
+    const Matrix& of_keys = leverage(scored);
     for (int row = 0; row < blended.rows(); ++row)
       for (int j = 0; j < blended.columns(); ++j) blended(row, j) += weight * of_keys(row, j);
 

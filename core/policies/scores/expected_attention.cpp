@@ -47,9 +47,16 @@ QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView&
   return logits;
 }
 
+/// [Hq, n]
+const Matrix& logits_of_keys(const ExpectedAttention& values, const LayerView& view) {
+  const LayerView::Arguments arguments{static_cast<double>(values.sinks), static_cast<double>(values.future),
+                                       values.covariance ? 1.0 : 0.0};
+  return view.remember("expected_logits", arguments,
+                       [&] { return values_of(expected_logits(values, view), view.keys(), view.backend().threads()); });
+}
+
 Matrix scores(const ExpectedAttention& values, const LayerView& view, const Scoring& how) {
-  const QuadraticForms logits = expected_logits(values, view);
-  Matrix expected = view.in_this_layer([&] { return values_of(logits, view.keys(), view.backend().threads()); });
+  Matrix expected = logits_of_keys(values, view);
   const auto sinks = static_cast<std::size_t>(how.sinks);
   for (int head = 0; head < expected.rows(); ++head) {
     to_softmax(expected.row(head).subspan(sinks));

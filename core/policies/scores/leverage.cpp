@@ -51,6 +51,29 @@ Matrix inverse_of(Matrix products, double ridge, int layer) {
   return *std::move(inverse);
 }
 
+/// [Hkv, n]
+Matrix leverages(const Leverage& leverage, const LayerView& view) {
+  const VectorMoments& keys = view.key_moments();
+  const int dim = keys.mean.columns();
+  QuadraticForms forms{.matrices = Matrix(view.kv_heads(), dim * dim), .centre = keys.centre};
+  for (int head = 0; head < view.kv_heads(); ++head) {
+    Matrix products(dim, dim);
+    for (int i = 0; i < dim * dim; ++i)
+      products.values()[static_cast<std::size_t>(i)] = keys.covariance(head, i) * view.tokens();
+    Matrix inverse;
+    if (leverage.sketch == 0) {
+      inverse = inverse_of(std::move(products), leverage.ridge, view.stored_layer());
+    } else {
+      const Matrix phi = random_combinations(leverage, view.stored_layer(), head, dim);
+      const Matrix of_combinations = product(transposed(phi), product(products, phi));
+      inverse =
+          product(phi, product(inverse_of(of_combinations, leverage.ridge, view.stored_layer()), transposed(phi)));
+    }
+    std::ranges::copy(inverse.values(), forms.matrices.row(head).begin());
+  }
+  return values_of(forms, view.unrotated_keys(), view.backend().threads());
+}
+
 }  // namespace
 
 Matrix z_scores(Matrix scores) {
@@ -71,26 +94,10 @@ void Leverage::parameters(Parameters& p) {
   p.add_seed("seed", seed, "random seed of the sketch");
 }
 
-Matrix Leverage::operator()(const LayerView& view) const {
-  const VectorMoments& keys = view.key_moments();
-  const int dim = keys.mean.columns();
-  QuadraticForms forms{.matrices = Matrix(view.kv_heads(), dim * dim), .centre = keys.centre};
-  for (int head = 0; head < view.kv_heads(); ++head) {
-    Matrix products(dim, dim);
-    for (int i = 0; i < dim * dim; ++i)
-      products.values()[static_cast<std::size_t>(i)] = keys.covariance(head, i) * view.tokens();
-    Matrix inverse;
-    if (sketch == 0) {
-      inverse = inverse_of(std::move(products), ridge, view.stored_layer());
-    } else {
-      const Matrix phi = random_combinations(*this, view.stored_layer(), head, dim);
-      const Matrix of_combinations = product(transposed(phi), product(products, phi));
-      inverse = product(phi, product(inverse_of(of_combinations, ridge, view.stored_layer()), transposed(phi)));
-    }
-    std::ranges::copy(inverse.values(), forms.matrices.row(head).begin());
-  }
-  return z_scores(
-      view.in_this_layer([&] { return values_of(forms, view.unrotated_keys(), view.backend().threads()); }));
+const Matrix& Leverage::operator()(const LayerView& view) const {
+  const LayerView::Arguments arguments{static_cast<double>(sketch), static_cast<double>(seed >> 32),
+                                       static_cast<double>(seed & 0xFFFFFFFFU), ridge};
+  return view.remember("leverage", arguments, [&] { return z_scores(leverages(*this, view)); });
 }
 
 }  // namespace kvreplay

@@ -19,7 +19,7 @@ struct Leverage {
 
   /// All but the ridge.
   void parameters(Parameters& p);
-  Matrix operator()(const LayerView& view) const;
+  const Matrix& operator()(const LayerView& view) const;
 };
 
 }  // namespace kvreplay
