@@ -130,21 +130,21 @@ struct MagicPig {
     return {{.heads = 1, .count = tables * bits, .dim = dim + 1, .read = normal}, 0};
   }
 
-  /// Of a vector [d + 1], the code in each table.
-  void hash(std::span<const double> vector, const VectorProducts& normals, std::span<double> codes) const {
-    std::vector<double> products(at(normals.count()));
-    normals.with(vector, 0, products);
-    for (int table = 0; table < tables; ++table) {
+  /// Of vectors [n, d + 1], the code in each table: [n, tables].
+  void hash(std::span<const double> vectors, const VectorProducts& normals, std::span<double> codes) const {
+    std::vector<double> products(codes.size() * at(bits));  // [n, tables, bits]
+    normals.with_each(vectors, 0, products);
+    const double* product = products.data();
+    for (double& of_table : codes) {
       std::uint64_t code = 0;
-      for (int bit = 0; bit < bits; ++bit)
-        code |= static_cast<std::uint64_t>(products[at(table * bits + bit)] > 0) << bit;
-      codes[at(table)] = static_cast<double>(code);
+      for (int bit = 0; bit < bits; ++bit) code |= static_cast<std::uint64_t>(*product++ > 0) << bit;
+      of_table = static_cast<double>(code);
     }
   }
 
   /// [Hkv, P * tables].
   const Matrix& key_codes(const LayerView& view, const CentredKeys& keys, const VectorProducts& normals) const {
-    constexpr int piece = 256;  // tokens
+    constexpr int piece = 16;  // tokens that are hashed together
     const LayerView::Arguments arguments{static_cast<double>(tables), static_cast<double>(bits),
                                          static_cast<double>(seed >> 32), static_cast<double>(seed & 0xFFFFFFFFU)};
     return view.remember("hash_codes", arguments, [&] {
@@ -152,11 +152,11 @@ struct MagicPig {
       const int pieces = (keys.count() + piece - 1) / piece;
       view.on_threads(at(keys.heads() * pieces), [&](std::size_t number) {
         const int head = static_cast<int>(number) / pieces, first = static_cast<int>(number) % pieces * piece;
-        std::vector<double> key(at(keys.dim() + 1));
-        for (int j = first; j < std::min(first + piece, keys.count()); ++j) {
-          keys.read_extended(head, j, key);
-          hash(key, normals, codes.row(head).subspan(at(j) * at(tables), at(tables)));
-        }
+        const std::size_t count = at(std::min(piece, keys.count() - first)), dim = at(keys.dim() + 1);
+        std::vector<double> some(count * dim);
+        for (std::size_t i = 0; i < count; ++i)
+          keys.read_extended(head, first + static_cast<int>(i), std::span(some).subspan(i * dim, dim));
+        hash(some, normals, codes.row(head).subspan(at(first) * at(tables), count * at(tables)));
       });
       return codes;
     });
