@@ -1,6 +1,7 @@
 #include "cpu/combination_kernels.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/simd_level.h"
 
@@ -17,20 +18,13 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// a + weight x and a + (weight - x)², each result rounded.
+/// a + weight x, each result rounded.
 struct Product {
   static auto add(auto a, auto weight, auto x) { return hn::Add(a, hn::Mul(weight, x)); }
   static auto add_number(auto a, auto weight, auto x) { return a + weight * x; }
 };
-struct SquaredDifference {
-  static auto add(auto a, auto weight, auto x) {
-    const auto difference = hn::Sub(weight, x);
-    return hn::Add(a, hn::Mul(difference, difference));
-  }
-  static auto add_number(auto a, auto weight, auto x) { return a + (weight - x) * (weight - x); }
-};
 
-template <class Term, class Number>
+template <class Number>
 void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_t stride, int n, Number* out) {
   const hn::ScalableTag<Number> tag;
   const int lanes = static_cast<int>(hn::Lanes(tag));
@@ -40,10 +34,10 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
     for (int row = 0; row < count; ++row) {
       const auto weight = hn::Set(tag, weights[row]);
       const Number* p = rows + row * stride + i;
-      a = Term::add(a, weight, hn::LoadU(tag, p));
-      b = Term::add(b, weight, hn::LoadU(tag, p + lanes));
-      c = Term::add(c, weight, hn::LoadU(tag, p + 2 * lanes));
-      d = Term::add(d, weight, hn::LoadU(tag, p + 3 * lanes));
+      a = Product::add(a, weight, hn::LoadU(tag, p));
+      b = Product::add(b, weight, hn::LoadU(tag, p + lanes));
+      c = Product::add(c, weight, hn::LoadU(tag, p + 2 * lanes));
+      d = Product::add(d, weight, hn::LoadU(tag, p + 3 * lanes));
     }
     hn::StoreU(a, tag, out + i);
     hn::StoreU(b, tag, out + i + lanes);
@@ -52,9 +46,53 @@ void combine(const Number* weights, int count, const Number* rows, std::ptrdiff_
   }
   for (; i < n; ++i) {
     Number sum = 0;
-    for (int row = 0; row < count; ++row) sum = Term::add_number(sum, weights[row], rows[row * stride + i]);
+    for (int row = 0; row < count; ++row) sum = Product::add_number(sum, weights[row], rows[row * stride + i]);
     out[i] = sum;
   }
+}
+
+int nearest_column(const double* vector, int count, const double* rows, std::ptrdiff_t stride, int n) {
+  const hn::ScalableTag<double> tag;
+  constexpr int lanes = static_cast<int>(hn::MaxLanes(tag)), vectors = 4;  // four sums: each waits for the one before
+  auto least = hn::Set(tag, HUGE_VAL), where = hn::Zero(tag), number = hn::Iota(tag, 0);
+  int i = 0;
+  for (; i + vectors * lanes <= n; i += vectors * lanes) {
+    hn::Vec<decltype(tag)> sums[vectors];
+    for (auto& sum : sums) sum = hn::Zero(tag);
+    for (int row = 0; row < count; ++row) {
+      const auto component = hn::Set(tag, vector[row]);
+      for (int v = 0; v < vectors; ++v) {
+        const auto difference = hn::Sub(component, hn::LoadU(tag, rows + row * stride + i + v * lanes));
+        sums[v] = hn::Add(sums[v], hn::Mul(difference, difference));
+      }
+    }
+    for (const auto& sum : sums) {
+      const auto nearer = hn::Lt(sum, least);
+      least = hn::IfThenElse(nearer, sum, least);
+      where = hn::IfThenElse(nearer, number, where);
+      number = hn::Add(number, hn::Set(tag, static_cast<double>(lanes)));
+    }
+  }
+  HWY_ALIGN double distances[lanes], columns[lanes];
+  hn::Store(least, tag, distances);
+  hn::Store(where, tag, columns);
+  int best = 0;
+  for (int lane = 1; lane < lanes; ++lane)
+    if (distances[lane] < distances[best] || (distances[lane] == distances[best] && columns[lane] < columns[best]))
+      best = lane;
+  double distance = distances[best], column = columns[best];
+  for (; i < n; ++i) {
+    double sum = 0;
+    for (int row = 0; row < count; ++row) {
+      const double difference = vector[row] - rows[row * stride + i];
+      sum += difference * difference;
+    }
+    if (sum < distance) {
+      distance = sum;
+      column = i;
+    }
+  }
+  return static_cast<int>(column);
 }
 
 /// Of `Rows` neighbouring rows.
@@ -159,12 +197,12 @@ void combine_all_lists(const double* weights, int lists, int count, const double
 }  // namespace
 
 const CombinationKernels& combination_table() {
-  static const CombinationKernels table{.doubles = combine<Product, double>,
+  static const CombinationKernels table{.doubles = combine<double>,
                                         .lists_of_doubles = combine_all_lists,
                                         .inner_products = inner_products,
-                                        .squared_distances = combine<SquaredDifference, double>,
+                                        .nearest_column = nearest_column,
                                         .add_to_each = add_to_each,
-                                        .floats = combine<Product, float>};
+                                        .floats = combine<float>};
   return table;
 }
 

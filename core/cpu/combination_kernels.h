@@ -15,9 +15,8 @@ struct CombinationKernels {
                            int n, double* out, std::ptrdiff_t out_stride);
   /// out[r] = Σ_c a[c] rows[r · n + c], c < n, r < count: eight sums, over every eighth c each, are added in order.
   void (*inner_products)(const double* a, const double* rows, int count, int n, double* out);
-  /// out[i] = Σ_c (vector[c] - rows[c · stride + i])²
-  void (*squared_distances)(const double* vector, int count, const double* rows, std::ptrdiff_t stride, int n,
-                            double* out);
+  /// The first of the columns i < n with the least Σ_c (vector[c] - rows[c · stride + i])².
+  int (*nearest_column)(const double* vector, int count, const double* rows, std::ptrdiff_t stride, int n);
   /// sums[s][i] += weight row[i] for i < n and s < count, of which none is the row.
   void (*add_to_each)(double weight, const double* row, int n, double* const* sums, int count);
   void (*floats)(const float* weights, int count, const float* rows, std::ptrdiff_t stride, int n, float* out);

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
+#include <cstdint>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "cpu/combination_kernels.h"
 #include "parallel.h"
@@ -26,11 +28,10 @@ class NearestCentre {
     for (std::size_t i = 0; i < centres.size(); ++i) channels_[i % dim * count_ + i / dim] = centres[i];
   }
 
-  /// `distances`: scratch space, [count].
-  std::size_t operator()(const double* vector, std::span<double> distances) const {
+  std::size_t operator()(const double* vector) const {
     const auto count = static_cast<int>(count_);
-    kernels_.squared_distances(vector, static_cast<int>(dim_), channels_.data(), count, count, distances.data());
-    return static_cast<std::size_t>(std::ranges::min_element(distances) - distances.begin());
+    return static_cast<std::size_t>(
+        kernels_.nearest_column(vector, static_cast<int>(dim_), channels_.data(), count, count));
   }
 
  private:
@@ -66,9 +67,8 @@ class Clustering {
     std::vector<double> sums(centres_.size());
     std::vector<int> members(centre_count);
     const NearestCentre nearest(centres_, dim_);
-    std::vector<double> distances(centre_count);
     for (std::size_t i = 0; i < count_; ++i) {
-      const std::size_t centre = nearest(numbers_.data() + i * dim_, distances);
+      const std::size_t centre = nearest(numbers_.data() + i * dim_);
       codes_[i] = static_cast<double>(centre);
       ++members[centre];
       for (std::size_t c = 0; c < dim_; ++c) sums[centre * dim_ + c] += numbers_[i * dim_ + c];
@@ -88,11 +88,12 @@ class Clustering {
 
  private:
   void begin() {
-    std::vector<std::size_t> order(count_);
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    std::ranges::sort(order, {}, [&](std::size_t i) { return chain(how_.seed, how_.layer, head_, part_, i); });
-    for (std::size_t centre = 0; centre < centres_.size() / dim_; ++centre)
-      std::copy_n(numbers_.data() + order[centre] * dim_, dim_, centres_.data() + centre * dim_);
+    std::vector<std::pair<std::uint64_t, std::size_t>> order;
+    for (std::size_t i = 0; i < count_; ++i) order.emplace_back(chain(how_.seed, how_.layer, head_, part_, i), i);
+    const std::size_t centre_count = centres_.size() / dim_;
+    std::ranges::partial_sort(order, order.begin() + static_cast<std::ptrdiff_t>(centre_count));
+    for (std::size_t centre = 0; centre < centre_count; ++centre)
+      std::copy_n(numbers_.data() + order[centre].second * dim_, dim_, centres_.data() + centre * dim_);
   }
 
   const ProductQuantiser& how_;

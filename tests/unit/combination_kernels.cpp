@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -43,10 +45,32 @@ TEST(Combinations, AreSumsInOrderAtEverySimdLevel) {
               const auto product = [](auto weight, auto x) { return weight * x; };
               expect_sums_in_order<double>(combination_kernels().doubles, level, product);
               expect_sums_in_order<float>(combination_kernels().floats, level, product);
-              expect_sums_in_order<double>(combination_kernels().squared_distances, level,
-                                           [](double weight, double x) { return (weight - x) * (weight - x); });
             }),
             1);
+}
+
+TEST(Combinations, TheNearestColumnIsTheFirstOfTheNearest) {
+  testing::at_every_simd_level([](const char* level) {
+    for (const std::size_t n : {1u, 3u, 16u, 31u, 64u, 129u, 200u})
+      for (const std::size_t count : {1u, 7u, 32u}) {
+        const auto vector = numbers<double>(count, 3);
+        auto rows = numbers<double>(count * n, 4);
+        const auto nearest = [&] {
+          return combination_kernels().nearest_column(vector.data(), static_cast<int>(count), rows.data(),
+                                                      static_cast<std::ptrdiff_t>(n), static_cast<int>(n));
+        };
+        std::vector<double> distances(n);
+        for (std::size_t c = 0; c < count; ++c)
+          for (std::size_t i = 0; i < n; ++i)
+            distances[i] += (vector[c] - rows[c * n + i]) * (vector[c] - rows[c * n + i]);
+        ASSERT_EQ(nearest(), std::ranges::min_element(distances) - distances.begin()) << level << ", n = " << n;
+        for (const std::size_t first : {n - 1, n / 2, n / 3}) {  // where the vector itself is, there and behind
+          for (std::size_t c = 0; c < count; ++c)
+            for (std::size_t i = first; i < n; ++i) rows[c * n + i] = vector[c];
+          ASSERT_EQ(nearest(), static_cast<int>(first)) << level << ", n = " << n;
+        }
+      }
+  });
 }
 
 TEST(Combinations, AMultipleIsAddedToEachSum) {
