@@ -86,6 +86,10 @@ TEST(Ranking, OrderCutAndBestAreThoseOfAStableSort) {
     const Positions32 order = by_score_then_position(scores);
     EXPECT_EQ(ranked(scores), order);
     const std::ptrdiff_t all = std::ssize(scores);
+    const std::vector<int> counts{static_cast<int>(all / 3), static_cast<int>(all), 0, static_cast<int>(all / 2), 1};
+    const std::vector<Positions32> of_each = largest_of_each(scores, counts);
+    ASSERT_EQ(of_each.size(), counts.size());
+    for (std::size_t i = 0; i < counts.size(); ++i) EXPECT_EQ(of_each[i], largest(scores, counts[i])) << counts[i];
     for (const std::ptrdiff_t count : {std::ptrdiff_t{0}, std::ptrdiff_t{1}, all / 3, all / 2, all - 1, all}) {
       Positions32 best(order.begin(), order.begin() + count);
       std::ranges::sort(best);

@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cstddef>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -108,6 +109,26 @@ std::vector<std::int32_t> largest(std::span<const double> scores, std::int64_t c
     taken += key > worst || ties ? 1 : 0;
   }
   return best;
+}
+
+std::vector<std::vector<std::int32_t>> largest_of_each(std::span<const double> scores, std::span<const int> counts) {
+  std::vector<std::size_t> descending(counts.size());
+  std::iota(descending.begin(), descending.end(), std::size_t{0});
+  std::ranges::sort(descending, std::greater(), [&](std::size_t i) { return counts[i]; });
+  std::vector<std::vector<std::int32_t>> all(counts.size());
+  std::vector<std::int32_t> candidates(scores.size());
+  std::iota(candidates.begin(), candidates.end(), 0);
+  std::vector<double> of_candidates(scores.begin(), scores.end());
+  for (const std::size_t i : descending) {
+    all[i] = largest(of_candidates, counts[i]);
+    of_candidates.clear();
+    for (std::int32_t& best : all[i]) {
+      best = candidates[static_cast<std::size_t>(best)];
+      of_candidates.push_back(scores[static_cast<std::size_t>(best)]);
+    }
+    candidates = all[i];
+  }
+  return all;
 }
 
 Cut cut_after(std::span<const double> scores, std::int64_t count) {

@@ -28,6 +28,9 @@ void break_ties(std::span<double> counts, std::span<const double> by);
 /// Indices of the `count` best, ascending, each with `first` added; in O(n).
 std::vector<std::int32_t> largest(std::span<const double> scores, std::int64_t count, std::int32_t first = 0);
 
+/// The same for each of some counts: the best of few are searched among the best of more.
+std::vector<std::vector<std::int32_t>> largest_of_each(std::span<const double> scores, std::span<const int> counts);
+
 /// What parts the best of many scores from the others.
 struct Cut {
   double score = 0;        // the worst of the best

@@ -38,6 +38,8 @@ std::vector<KeptSet> pages_read(const PageReads& part, const LayerView& view, co
   const int stored = stored_query(view.tensors(), query), prompt = view.prompt();
   const int pages = std::min(query, prompt - 1) / part.page + 1, all_pages = (prompt - 1) / part.page + 1;
   const auto numbers = static_cast<std::size_t>(index.columns() / all_pages) * static_cast<std::size_t>(pages);
+  std::vector<int> pages_of_budgets;
+  for (const int budget : budgets) pages_of_budgets.push_back(std::max(part.least_pages, budget / part.page));
   std::vector<KeptSet> read(budgets.size(), KeptSet(Heads::query, q.heads, prompt));
   view.on_threads(static_cast<std::size_t>(q.heads), [&](std::size_t number) {
     const auto head = static_cast<int>(number);
@@ -46,8 +48,9 @@ std::vector<KeptSet> pages_read(const PageReads& part, const LayerView& view, co
     std::vector<double> scores = scores_of_pages(part, channels, index.row(head / view.group()).first(numbers));
     // The mean of the query's own page includes later keys, so this page is read whatever its score.
     if (part.rank_by == PageRank::mean && query < prompt) scores.back() = std::numeric_limits<double>::infinity();
+    const std::vector<std::vector<std::int32_t>> selected = largest_of_each(scores, pages_of_budgets);
     for (std::size_t i = 0; i < budgets.size(); ++i)
-      for (const std::int32_t best : largest(scores, std::max(part.least_pages, budgets[i] / part.page)))
+      for (const std::int32_t best : selected[i])
         read[i].keep(head, best * part.page, std::min((best + 1) * part.page, prompt));
   });
   return read;

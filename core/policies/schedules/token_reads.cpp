@@ -57,16 +57,18 @@ class TokenReadSchedule final : public SparseReads {
     Matrix scores;
     const auto selecting = std::ranges::find_if(of_budgets, &VisibleTokens::selects);
     if (selecting != of_budgets.end()) scores = index.scores(query, selecting->ranked, selecting->local);
+    std::vector<int> best;
+    for (const VisibleTokens& visible : of_budgets) best.push_back(visible.selects() ? visible.best : 0);
     std::vector<KeptSet> all(budgets.size(), KeptSet(Heads::query, view.query_heads(), view.prompt()));
-    for (std::size_t i = 0; i < budgets.size(); ++i) {
-      const VisibleTokens& visible = of_budgets[i];
-      for (int head = 0; head < view.query_heads(); ++head) {
+    for (int head = 0; head < view.query_heads(); ++head) {
+      std::vector<std::vector<std::int32_t>> selected(budgets.size());
+      if (selecting != of_budgets.end())
+        selected = read ? std::vector(budgets.size(), read(scores.row(head))) : largest_of_each(scores.row(head), best);
+      for (std::size_t i = 0; i < budgets.size(); ++i) {
+        const VisibleTokens& visible = of_budgets[i];
         all[i].keep(head, visible.first, visible.sinks);
         all[i].keep(head, visible.local, visible.end);
-        if (!visible.selects()) continue;
-        const std::span<const double> of_head = scores.row(head);
-        for (const std::int32_t token : read ? read(of_head) : largest(of_head, visible.best))
-          all[i].keep(head, visible.ranked + token);
+        for (const std::int32_t token : selected[i]) all[i].keep(head, visible.ranked + token);
       }
     }
     return all;
