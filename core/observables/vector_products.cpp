@@ -12,17 +12,14 @@ VectorProducts::VectorProducts(const Vectors& vectors, int head)
   std::vector<double> vector(static_cast<std::size_t>(dim_));
   for (int i = 0; i < count_; ++i) {
     vectors.read(head, i, vector);
-    for (std::size_t c = 0; c < vector.size(); ++c) channels_[place(i) + c * panel] = vector[c];
+    double* const channels = channels_.data() + place(i);
+    for (std::size_t c = 0; c < vector.size(); ++c) channels[c * panel] = vector[c];
   }
 }
 
 std::size_t VectorProducts::place(int i) const {
   const auto at = static_cast<std::size_t>(i);
   return at / panel * panel * static_cast<std::size_t>(dim_) + at % panel;
-}
-
-void VectorProducts::divide(int i, double divisor) {
-  for (std::size_t c = 0; c < static_cast<std::size_t>(dim_); ++c) channels_[place(i) + c * panel] /= divisor;
 }
 
 void VectorProducts::with(std::span<const double> x, int first, std::span<double> products) const {
@@ -40,7 +37,8 @@ void VectorProducts::with_each(std::span<const double> xs, int first, std::span<
 }
 
 void VectorProducts::read(int i, std::span<double> vector) const {
-  for (std::size_t c = 0; c < vector.size(); ++c) vector[c] = channels_[place(i) + c * panel];
+  const double* const channels = channels_.data() + place(i);
+  for (std::size_t c = 0; c < vector.size(); ++c) vector[c] = channels[c * panel];
 }
 
 void add_to_each(double factor, std::span<const double> vector, std::span<double* const> others) {

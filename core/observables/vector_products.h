@@ -18,8 +18,6 @@ class VectorProducts {
 
   int count() const { return count_; }
   int dim() const { return dim_; }
-  /// Divides vector i by a number.
-  void divide(int i, double divisor);
   /// <x, vector first + i> for all i < products.size(). Equal vectors have equal products.
   void with(std::span<const double> x, int first, std::span<double> products) const;
   /// The same of several vectors, [lists, dim] to [lists, n].

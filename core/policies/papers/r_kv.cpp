@@ -34,8 +34,8 @@ void find_last_similar(const VectorProducts& directions, double threshold, int f
   std::iota(open.begin(), open.end(), first);
   std::vector<double> vectors(open.size() * dim), cosines(open.size() * most);
   for (std::size_t at = 0; at < open.size(); ++at) directions.read(open[at], std::span(vectors).subspan(at * dim, dim));
-  int width = 16;  // real keys are alike: most of them end here
-  for (int end = directions.count(); end > 0 && !open.empty(); width = most) {
+  int width = 16;  // real keys are alike: most of them end early
+  for (int end = directions.count(); end > 0 && !open.empty(); width = std::min(most, 2 * width)) {
     const int begin = std::max(0, end - width);
     const auto n = static_cast<std::size_t>(end - begin);
     directions.with_each(std::span(vectors).first(open.size() * dim), begin, std::span(cosines).first(open.size() * n));
@@ -92,12 +92,15 @@ struct RKv {
   /// Of a KV head, softmax over j of the mean over i of C_ij. The sum over i of all cosines with key j is the product
   /// of j with the sum of the directions, so only the entries that do not count are looked for.
   void redundancy(const LayerView& view, int kv_head, std::span<double> shares) const {
-    VectorProducts directions(view.keys(), kv_head);
-    std::vector<double> key(static_cast<std::size_t>(view.tensors().k.dim)), sum(key.size());
-    std::vector<double> squares;
+    const Vectors keys = view.keys();
+    const auto read_direction = [&keys](int head, int j, std::span<double> key) {
+      keys.read(head, j, key);
+      const double length = std::sqrt(square_of(key)) + 1e-8;
+      for (double& component : key) component /= length;
+    };
+    const VectorProducts directions({keys.heads, keys.count, keys.dim, read_direction}, kv_head);
+    std::vector<double> key(static_cast<std::size_t>(keys.dim)), sum(key.size()), squares;
     for (int j = 0; j < view.tokens(); ++j) {
-      directions.read(j, key);
-      directions.divide(j, std::sqrt(square_of(key)) + 1e-8);
       directions.read(j, key);
       squares.push_back(square_of(key));
       std::ranges::transform(sum, key, sum.begin(), std::plus());
