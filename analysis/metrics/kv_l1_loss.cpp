@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "analysis/metrics/metric.h"
 #include "analysis/metrics/quotients.h"
@@ -34,33 +36,52 @@ struct Sizes {
 /// The vectors of a token that are included.
 enum class Part { both, key, value };
 
-/// L1 norms of the changes that a store makes to kept tokens.
-class Changes {
+/// The distances from the vectors of one KV head to what a store makes of them.
+class Distances {
  public:
-  explicit Changes(const LayerFacts& facts) : before_(facts.view.tensors()), after_(facts.stored->tensors) {}
+  Distances(const TensorView& before, const TensorView& after, int head)
+      : before_(before), after_(after), head_(head), vector_(before.dim), changed_(before.dim) {}
 
-  template <Part part>
-  double of(int kv_head, int token) {
-    return (part == Part::value ? 0.0 : distance(before_.k, after_.k, kv_head, token)) +
-           (part == Part::key ? 0.0 : distance(before_.v, after_.v, kv_head, token));
+  double of(int token) {
+    if (before_.data == after_.data) return 0;
+    read(before_, token, vector_);
+    read(after_, token, changed_);
+    return (vector_ - changed_).abs().sum();
   }
 
  private:
-  double distance(const TensorView& a, const TensorView& b, int head, int token) {
-    if (a.data == b.data) return 0;
-    read(a, head, token, vector_);
-    read(b, head, token, changed_);
-    return (vector_ - changed_).abs().sum();
-  }
-  static void read(const TensorView& tensor, int head, int token, Eigen::ArrayXd& vector) {
-    vector.resize(tensor.dim);
-    read_row(tensor, head, token, {vector.data(), static_cast<std::size_t>(tensor.dim)});
+  void read(const TensorView& tensor, int token, Eigen::ArrayXd& vector) const {
+    read_row(tensor, head_, token, {vector.data(), static_cast<std::size_t>(vector.size())});
   }
 
-  const LayerTensors& before_;
-  const LayerTensors& after_;
+  const TensorView& before_;
+  const TensorView& after_;
+  int head_;
   Eigen::ArrayXd vector_, changed_;
 };
+
+/// The norms of the changes, which all variants and the cells that share the stored layer read.
+const std::vector<StoredLayer::ChangeNorms>& change_norms(const LayerFacts& facts) {
+  const LayerTensors& before = facts.view.tensors();
+  const LayerTensors& after = facts.stored->tensors;
+  const KeptSet& set = facts.selection.set;
+  std::vector<StoredLayer::ChangeNorms>& norms = facts.stored->change_norms;
+  if (!norms.empty()) return norms;
+  for (int head = 0; head < facts.view.kv_heads(); ++head) {
+    constexpr double unknown = -1;
+    std::vector<double> of_keys(static_cast<std::size_t>(set.tokens()), unknown), of_values = of_keys;
+    Distances between_keys(before.k, after.k, head), between_values(before.v, after.v, head);
+    for (int query_head = head * facts.view.group(); query_head < (head + 1) * facts.view.group(); ++query_head)
+      for (const std::int32_t token : set.positions(set.row_of(query_head, facts.view.group()))) {
+        const auto t = static_cast<std::size_t>(token);
+        if (of_keys[t] != unknown) continue;
+        of_keys[t] = between_keys.of(token);
+        of_values[t] = between_values.of(token);
+      }
+    norms.push_back({std::move(of_keys), std::move(of_values)});
+  }
+  return norms;
+}
 
 /// Number of norms added at once, in independent sums: additions to a single sum depend on each other.
 using Norms = Eigen::Array4d;
@@ -99,11 +120,13 @@ Sizes sizes(const LayerFacts& facts, int row, int kv_head) {
   if (rest > 0) add(tokens - rest, norms_of(tokens - rest, rest));
   Sizes result;
   if (facts.stored != nullptr) {
-    Changes changes(facts);
+    const StoredLayer::ChangeNorms& changes = change_norms(facts)[static_cast<std::size_t>(kv_head)];
     for (const std::int32_t token : facts.selection.set.positions(row)) {
-      const double changed_by = changes.of<part>(kv_head, token);
+      const auto t = static_cast<std::size_t>(token);
+      const double changed_by =
+          (part == Part::value ? 0.0 : changes.keys[t]) + (part == Part::key ? 0.0 : changes.values[t]);
       result.lost += changed_by;
-      result.relative += quotient(changed_by, norms_of(static_cast<std::size_t>(token), 1)[0], 0.0);
+      result.relative += quotient(changed_by, norms_of(t, 1)[0], 0.0);
     }
   }
   result.tokens = static_cast<double>(keys.size());

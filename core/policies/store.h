@@ -22,6 +22,12 @@ struct StoredLayer {
   std::vector<float> values;  // [Hkv, T, d]
   LayerTensors tensors;       // the layer's, with these keys and values
   double bytes = 0;           // that the kept tokens take, all heads
+
+  /// L1 norms of the changes of one KV head's vectors, [P].
+  struct ChangeNorms {
+    std::vector<double> keys, values;
+  };
+  mutable std::vector<ChangeNorms> change_norms = {};  // of kept tokens, once a metric has computed them
 };
 
 /// A layer with values that change whenever tokens are evicted.
