@@ -1,9 +1,9 @@
 #include "analysis/csv.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
+#include <charconv>
 #include <cmath>
+#include <iterator>
 
 #include "error.h"
 
@@ -55,6 +55,10 @@ std::vector<std::vector<std::string>> parse_csv(const std::string& where, std::s
   return lines;
 }
 
-std::string csv_number(double value) { return std::isfinite(value) ? fmt::format("{:.17g}", value) : std::string(); }
+std::string csv_number(double value) {
+  if (!std::isfinite(value)) return {};
+  char digits[32];
+  return {digits, std::to_chars(digits, std::end(digits), value, std::chars_format::general, 17).ptr};
+}
 
 }  // namespace kvreplay

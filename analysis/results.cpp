@@ -96,7 +96,6 @@ void write_rows(ReplacedFile& file, const TraceRecord& trace, const CellRecord* 
   std::optional<std::pair<int, int>> known;
   visit_values(trace, all, detail, [&](int layer, int head, std::size_t metric, double value) {
     if (known != std::pair(layer, head)) {
-      file.write(std::exchange(lines, {}));
       known = {layer, head};
       place = before + place_text(layer) + ',' + place_text(head) + ',';
     }

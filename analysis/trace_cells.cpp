@@ -344,6 +344,11 @@ void write_selection(Group group, const CellRecord& cell, const CellResult& made
       sinks(all_rows), recent(all_rows);
   std::vector<const char*> granularities;
   bool differ = false;
+  const bool has_slots =
+      std::ranges::any_of(made.selections, [](const LayerSelection& of) { return !of.slots.empty(); });
+  const auto append = [](std::vector<std::int32_t>& to, const std::vector<std::int32_t>& some) {
+    to.insert(to.end(), some.begin(), some.end());
+  };
   for (std::size_t l = 0; l < trace.treated.size(); ++l) {
     const std::size_t layer = index(trace.treated[l]);
     const LayerSelection& selection = made.selections[l];
@@ -355,8 +360,8 @@ void write_selection(Group group, const CellRecord& cell, const CellResult& made
       const std::size_t r = layer * rows + row, own = row * index(selection.set.rows()) / rows_here;
       const int own_row = static_cast<int>(own);
       if (!cell.keeps_all_changed) {
-        std::ranges::copy(selection.set.positions(own_row), std::back_inserter(positions));
-        std::ranges::copy(selection.in_slot_order(own_row), std::back_inserter(slots));
+        append(positions, selection.set.positions(own_row));
+        if (has_slots) append(slots, selection.in_slot_order(own_row));
       }
       offsets[r + 1] = static_cast<std::int64_t>(positions.size());
       budget[r] = selection.granted[own];
@@ -375,7 +380,7 @@ void write_selection(Group group, const CellRecord& cell, const CellResult& made
   const Shape by_row{extent(trace.layers), rows};
   for (const auto& [name, numbers] : {std::pair{"budget", &budget}, {"sinks", &sinks}, {"recent", &recent}})
     group.write(name, std::span<const std::int32_t>(*numbers), by_row);
-  if (slots != positions) group.write("slots", slots);
+  if (has_slots && slots != positions) group.write("slots", slots);
   if (!evicted_at.empty())
     group.write("evicted_at", std::span<const std::int32_t>(evicted_at), {by_row[0], rows, tokens});
   for (const auto& [variant, matrix] : made.matrices) write_matrix(group, "jaccard_" + variant, matrix);
