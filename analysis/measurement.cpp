@@ -12,6 +12,7 @@
 #include "float_types.h"
 #include "observables/logits.h"
 #include "observables/projected_outputs.h"
+#include "parallel.h"
 #include "policies/selection.h"
 #include "profile.h"
 #include "replay/trace_inputs.h"
@@ -227,20 +228,19 @@ void add_by_query(ValuesByUnit& values, const Wanted& wanted, const MomentMeans&
       });
 }
 
+/// Adds a block of eval queries of cell i of `cells`.
 void add_block(std::vector<MomentMeans>& means, const LayerView& view, const MeasuredLayers& measured,
-               std::span<const int> cells, int first, int count, const KeptMoments& moments,
+               std::span<const int> cells, std::size_t i, int first, int count, const KeptMoments& moments,
                const Comparisons& comparisons) {
   const std::size_t layer = measured.number(view);
-  for (std::size_t i = 0; i < cells.size(); ++i) {
-    const auto general = comparisons.find(cells[i]);
-    for (const int head : measured.heads[layer])
-      for (int query = 0; query < count; ++query) {
-        const std::size_t at = place(0, view.query_heads(), head, count, query);
-        means[static_cast<std::size_t>(cells[i])].add(static_cast<int>(layer), head, first + query,
-                                                      moments.kept[place(i, view.query_heads(), head, count, query)],
-                                                      moments.full[at],
-                                                      general == comparisons.end() ? nullptr : &general->second[at]);
-      }
+  const auto general = comparisons.find(cells[i]);
+  for (const int head : measured.heads[layer]) {
+    const auto queries_of = [&]<class Element>(const std::vector<Element>& all, std::size_t cell) {
+      return std::span(all).subspan(place(cell, view.query_heads(), head, count, 0), static_cast<std::size_t>(count));
+    };
+    means[static_cast<std::size_t>(cells[i])].add(
+        static_cast<int>(layer), head, first, queries_of(moments.kept, i), queries_of(moments.full, 0),
+        general == comparisons.end() ? std::span<const Comparison>() : queries_of(general->second, 0));
   }
 }
 
@@ -285,19 +285,22 @@ MomentMeans::MomentMeans(std::vector<AtQuery> functions, int layers, int query_h
       sums_(functions_.size(), Matrix(layers, query_heads)),
       values_(functions_.size(), std::vector<std::vector<double>>(static_cast<std::size_t>(query_heads))) {}
 
-void MomentMeans::add(int layer, int head, int query, const Moments& kept, const Moments& full,
-                      const Comparison* compared) {
+void MomentMeans::add(int layer, int head, int first, std::span<const Moments> kept, std::span<const Moments> full,
+                      std::span<const Comparison> compared) {
   for (std::size_t f = 0; f < functions_.size(); ++f) {
-    const double value = functions_[f](kept, full, compared);
-    if (sums_of_heads_[f].columns() > 0) sums_of_heads_[f](layer, query) += value;
-    if (functions_[f].over_queries == nullptr) {
-      sums_[f](layer, head) += value;
-      continue;
-    }
+    const AtQuery& function = functions_[f];
+    double& sum = sums_[f](layer, head);
     std::vector<double>& values = values_[f][static_cast<std::size_t>(head)];
-    values.push_back(value);
-    if (values.size() < queries_) continue;
-    sums_[f](layer, head) = functions_[f].over_queries(values);
+    for (std::size_t q = 0; q < kept.size(); ++q) {
+      const double value = function(kept[q], full[q], compared.empty() ? nullptr : &compared[q]);
+      if (sums_of_heads_[f].columns() > 0) sums_of_heads_[f](layer, first + static_cast<int>(q)) += value;
+      if (function.over_queries == nullptr)
+        sum += value;
+      else
+        values.push_back(value);
+    }
+    if (function.over_queries == nullptr || values.size() < queries_) continue;
+    sum = function.over_queries(values);
     values.clear();
   }
 }
@@ -402,24 +405,25 @@ void Measurement::selected(const LayerView& view, int cell, const LayerSelection
   const int layer = view.stored_layer();
   for (const MetricName& name : wanted_[c].metrics) {
     const Timed timed(Work::metric, name.metric);
-    if (const auto* of = measure_as<OfLayer>(name))
+    const Measure& measure = find_variant(name)->measure;
+    if (const auto* of = std::get_if<OfLayer>(&measure))
       set_layer(result.values[name], of->measure(facts), rows(view, wanted_[c].heads), layer);
-    if (const auto* of = measure_as<OfLayerAtQuery>(name)) {
+    if (const auto* of = std::get_if<OfLayerAtQuery>(&measure)) {
       std::vector<double> at_queries;
       for (const std::int32_t query : view.eval_queries()) at_queries.push_back(of->measure(facts, query));
       set_layer(result.values[name], without_heads(mean(at_queries)), rows(view, wanted_[c].heads), layer);
       add_to_queries(cell, name, 0, at_queries);
     }
-    if (measure_as<OfBestSet>(name) != nullptr)
+    if (std::holds_alternative<OfBestSet>(measure))
       set_layer(result.values[name], recall_of_best_set(view, selection), rows(view, Heads::query), layer);
-    if (const auto* of = measure_as<OfEvalAttention>(name))
+    if (const auto* of = std::get_if<OfEvalAttention>(&measure))
       set_layer(result.values[name], mean_of_heads(of->measure(facts)), rows(view, Heads::query), layer);
-    if (const auto* of = measure_as<OfSpan>(name))
+    if (const auto* of = std::get_if<OfSpan>(&measure))
       if (const Span* span = span_of(name, trace_.header().spans))
         set_layer(result.values[name], without_heads(of->measure(facts, *span)), {}, layer);
   }
   const Timed timed(Work::metric, "expected recall");
-  if (wanted_[c].moments() && !selection.differs_by_query()) expected_[c][l] = expecting(view).of(selection.set);
+  if (!selection.differs_by_query() && wanted_[c].moments()) expected_[c][l] = expecting(view).of(selection.set);
 }
 
 /// Adds a layer's values at eval queries from `first` on.
@@ -459,11 +463,9 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
     throw Error{Refusal::input, fmt::format("{}:/layers/{:03}", trace_.path().string(), view.stored_layer()),
                 "attention is NaN (run kvreplay validate --deep to find the tensor)", "finite queries, keys and values",
                 "NaN or Inf"};
-  add_block(means_, view, measured_, cells, first, count, moments, comparisons_);
-  add_block(recall_, view, measured_, cells, first, count, moments, comparisons_);
-  add_projected(view, cells, first, count, moments.outputs);
-  comparisons_.clear();
-  for (std::size_t i = 0; i < cells.size(); ++i) {
+  all_side_by_side(view.backend().threads(), cells.size(), [&](std::size_t i) {
+    add_block(means_, view, measured_, cells, i, first, count, moments, comparisons_);
+    add_block(recall_, view, measured_, cells, i, first, count, moments, comparisons_);
     const LayerSelection& selection = results_[static_cast<std::size_t>(cells[i])].selections[measured_.number(view)];
     const KeptSet& set = selection.set;
     for (const int head : measured_.heads[measured_.number(view)]) {
@@ -475,11 +477,15 @@ void Measurement::measured(const LayerView& view, std::span<const int> cells, in
                            moments.full[place(0, view.query_heads(), head, count, query)], keeps_everything),
              view, head);
     }
-  }
+  });
+  comparisons_.clear();
+  add_projected(view, cells, first, count, moments.outputs);
   block_.cells.assign(cells.begin(), cells.end());
   block_.first = first;
   block_.count = count;
-  block_.moments = {moments.parts, moments.full, moments.kept, {}};
+  block_.parts = moments.parts;
+  block_.full = moments.full;
+  block_.kept = moments.kept;
 }
 
 void Measurement::add_projected(const LayerView& view, std::span<const int> cells, int first, int count,
@@ -517,11 +523,9 @@ void Measurement::cross_checked(const LayerView& view, int cell, int query, int 
     throw Error{Refusal::internal, "measurement", "a comparison outside the block measured last"};
   const auto i = static_cast<std::size_t>(found - block_.cells.begin());
   const int in_block = query - block_.first;
-  const Moments& kept = block_.moments.kept[place(i, view.query_heads(), head, block_.count, in_block)];
-  const Moments& full = block_.moments.full[place(0, view.query_heads(), head, block_.count, in_block)];
-  const auto check = [&](double logit) {
-    return check_comparison(comparison, kept, full, block_.moments.parts, logit);
-  };
+  const Moments& kept = block_.kept[place(i, view.query_heads(), head, block_.count, in_block)];
+  const Moments& full = block_.full[place(0, view.query_heads(), head, block_.count, in_block)];
+  const auto check = [&](double logit) { return check_comparison(comparison, kept, full, block_.parts, logit); };
   if (!check(0)) return;
   // Logits are read again where they may say why.
   const std::int32_t position = view.eval_queries()[static_cast<std::size_t>(query)];
@@ -612,7 +616,9 @@ void AllQueriesMeasurement::compared(const LayerView&, int cell, int, int, std::
 
 void AllQueriesMeasurement::measured(const LayerView& view, std::span<const int> cells, int first, int count,
                                      const KeptMoments& moments) {
-  add_block(means_, view, measured_, cells, first, count, moments, comparisons_);
+  all_side_by_side(view.backend().threads(), cells.size(), [&](std::size_t i) {
+    add_block(means_, view, measured_, cells, i, first, count, moments, comparisons_);
+  });
   comparisons_.clear();
 }
 

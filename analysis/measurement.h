@@ -71,8 +71,10 @@ class MomentMeans {
   MomentMeans() = default;
   MomentMeans(std::vector<AtQuery> functions, int layers, int query_heads, std::size_t queries,
               std::size_t summed_queries = 0);
-  /// `query`: its number among the eval queries. `compared` is null where kept keys are as they were.
-  void add(int layer, int head, int query, const Moments& kept, const Moments& full, const Comparison* compared);
+  /// Of a block of eval queries, the first of which has the number `first`. `compared` is empty where kept keys are as
+  /// they were.
+  void add(int layer, int head, int first, std::span<const Moments> kept, std::span<const Moments> full,
+           std::span<const Comparison> compared = {});
   /// [replayed, Hq] of one function.
   Matrix means(std::size_t function) const;
   /// [replayed, queries] of one function: sums over the query heads.
@@ -155,7 +157,8 @@ class Measurement final : public Sink {
     std::vector<int> cells;
     int first = 0;
     int count = 0;
-    KeptMoments moments;
+    MomentParts parts;
+    std::span<const Moments> full, kept;  // as `measured` heard them
   } block_;
   Comparisons comparisons_;
 };

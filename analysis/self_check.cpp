@@ -173,12 +173,17 @@ std::vector<double> RecallByAttention::of_best_set(const KeptSet& set) {
   std::vector<double> recalls;
   for (int head = 0; head < view_.query_heads(); ++head) {
     const int number = set.row_of(head, view_.group());
-    const Row& row = rows(set)[static_cast<std::size_t>(number)];
-    // The attention of evicted tokens is summed: a set that keeps everything has a recall of exactly 1.
-    double evicted = 0;
-    for (const std::int32_t j : std::span(row.ranked).subspan(static_cast<std::size_t>(set.count(number))))
-      evicted += sums(head, j);
-    recalls.push_back(1.0 - evicted / queries);
+    const int count = set.count(number);
+    const auto [best, is_new] = best_.try_emplace({set.heads(), head, count});
+    if (is_new) {
+      // The attention of evicted tokens is summed: a set that keeps everything has a recall of exactly 1.
+      double evicted = 0;
+      const Row& row = rows(set)[static_cast<std::size_t>(number)];
+      for (const std::int32_t j : std::span(row.ranked).subspan(static_cast<std::size_t>(count)))
+        evicted += sums(head, j);
+      best->second = 1.0 - evicted / queries;
+    }
+    recalls.push_back(best->second);
   }
   return recalls;
 }

@@ -15,6 +15,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "attention/backend.h"
@@ -85,6 +86,7 @@ class RecallByAttention {
 
   const LayerView& view_;
   std::map<Heads, std::vector<Row>> rows_;
+  std::map<std::tuple<Heads, int, int>, double> best_;  // of_best_set by granularity, query head and count
 };
 
 /// `largest_logit`: of the eval queries' rows.

@@ -6,11 +6,7 @@
 namespace kvreplay {
 namespace {
 
-int kept_of(const KeptSet& set, int row, const Span& span) {
-  int kept = 0;
-  for (int j = span.begin; j < span.end; ++j) kept += set.keeps(row, j) ? 1 : 0;
-  return kept;
-}
+int kept_of(const KeptSet& set, int row, const Span& span) { return set.count_within(row, span.begin, span.end); }
 
 bool kept_by_any(const KeptSet& set, int token) {
   for (int row = 0; row < set.rows(); ++row)

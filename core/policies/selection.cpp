@@ -60,8 +60,11 @@ KeptSet LayerSelection::seen_by(int query) const {
   KeptSet seen(set.heads(), set.rows(), static_cast<int>(evicted_of(0).size()));
   for (int row = 0; row < set.rows(); ++row) {
     const std::span<const std::int32_t> gone = evicted_of(row);
-    for (int j = 0; j <= query; ++j)
-      if (const std::int32_t at = gone[static_cast<std::size_t>(j)]; at < 0 || at >= query) seen.keep(row, j);
+    // Whole words, because a branch on each token is unpredictable.
+    std::vector<std::uint64_t> bits(seen.row_bits(row).size());
+    for (std::size_t j = 0; j <= static_cast<std::size_t>(query); ++j)
+      bits[j / 64] |= std::uint64_t{gone[j] < 0 || gone[j] >= query} << (j % 64);
+    seen.keep(row, bits);
   }
   return seen;
 }

@@ -94,7 +94,7 @@ class Sink {
   virtual void compared(const LayerView&, int /*cell*/, int /*first*/, int /*count*/, std::span<const Comparison>) {}
   /// Moments of some cells at a block of eval queries, [first, first + count) of Conditions::eval_queries:
   /// `moments.kept` is [cells, Hq, count], 0 for heads that are not measured, and the outputs of cells that were
-  /// `compared` are the comparison's.
+  /// `compared` are the comparison's. `moments` lives until the block has been cross-checked.
   virtual void measured(const LayerView&, std::span<const int> /*cells*/, int /*first*/, int /*count*/,
                         const KeptMoments&) {}
   /// Of the other cells at one query of the block that `measured` heard last (index into eval_queries) and one query

@@ -135,8 +135,11 @@ TEST(MetricsOfMoments, ReductionsOverQueriesLayerByLayer) {
   AtQuery worst = mean;
   worst.over_queries = measure<OfMoments>("attention_recall", "worst").over_queries;
   MomentMeans means({mean, worst}, 2, 1, 3);
-  for (const double mass : {0.5, 0.1, 0.9}) means.add(0, 0, 0, {.mass = mass}, {}, nullptr);
-  for (const double mass : {0.8, 0.8, 0.2}) means.add(1, 0, 0, {.mass = mass}, {}, nullptr);
+  const Moments first[] = {{.mass = 0.5}, {.mass = 0.1}, {.mass = 0.9}}, full[3];
+  const Moments second[] = {{.mass = 0.8}, {.mass = 0.8}, {.mass = 0.2}};
+  means.add(0, 0, 0, first, full);
+  means.add(1, 0, 0, std::span(second).first(2), std::span(full).first(2));
+  means.add(1, 0, 2, std::span(second).last(1), std::span(full).last(1));
   EXPECT_DOUBLE_EQ(means.means(0)(0, 0), 0.5);
   EXPECT_DOUBLE_EQ(means.means(1)(0, 0), 0.14);
   EXPECT_DOUBLE_EQ(means.means(0)(1, 0), 0.6);
@@ -148,8 +151,10 @@ TEST(MetricsOfMoments, SumsOverTheHeadsOfEachQuery) {
   MomentMeans means({mass}, 2, 2, 3, 3);
   for (int layer = 0; layer < 2; ++layer)
     for (int head = 0; head < 2; ++head)
-      for (int query = 0; query < 3; ++query)
-        means.add(layer, head, query, {.mass = 100.0 * layer + 10.0 * head + query}, {}, nullptr);
+      for (int query = 0; query < 3; ++query) {
+        const Moments kept[] = {{.mass = 100.0 * layer + 10.0 * head + query}}, full[1];
+        means.add(layer, head, query, kept, full);
+      }
   const Matrix& sums = means.sums_of_heads(0);
   for (int query = 0; query < 3; ++query) {
     EXPECT_EQ(sums(0, query), 10 + 2 * query);
