@@ -230,17 +230,16 @@ class MergedLayer final : public MergingLayer {
     for (const std::int32_t step : some) {
       for (; first <= step; ++first) tokens.push_back(first);
       Eviction& eviction = evictions.emplace_back(tokens.size() - erased.size());
-      const auto before = static_cast<std::ptrdiff_t>(erased.size());
       for (const std::int32_t token :
            std::ranges::equal_range(evictions_[static_cast<std::size_t>(row)], step, {},
                                     [&](std::int32_t one) { return steps[static_cast<std::size_t>(one)]; })) {
         const auto number = static_cast<std::size_t>(std::ranges::lower_bound(tokens, token) - tokens.begin());
-        const auto lower =
-            std::ranges::lower_bound(erased.begin(), erased.begin() + before, token, {}, &Evicted::token);
-        eviction.evicted.push_back({number - static_cast<std::size_t>(lower - erased.begin()), token});
-        erased.push_back({number, token});
+        const auto place = std::ranges::lower_bound(erased, token, {}, &Evicted::token);
+        // All that this step has evicted so far stand before the token.
+        const std::size_t earlier = static_cast<std::size_t>(place - erased.begin()) - eviction.evicted.size();
+        eviction.evicted.push_back({number - earlier, token});
+        erased.insert(place, {number, token});
       }
-      std::ranges::inplace_merge(erased, erased.begin() + before, {}, &Evicted::token);
     }
     erase_numbers(tokens, erased);
     return evictions;
