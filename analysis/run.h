@@ -117,7 +117,7 @@ struct PlannedTrace {
 /// Why the sample of a request does not estimate a metric; empty: it does.
 std::string why_not_estimated(const RunRequest& request, const MetricName& name);
 
-inline constexpr int numerics = 8;
+inline constexpr int numerics = 9;
 
 /// Throws Error{usage} for two traces of one name: it names their files and groups in results.
 void check_names(std::span<const std::filesystem::path> traces);
