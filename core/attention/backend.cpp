@@ -34,6 +34,13 @@ std::vector<Matrix> Backend::attention_rows(const LayerTensors& layer, const Att
   return all;
 }
 
+std::vector<std::vector<std::int32_t>> Backend::online_evictions(const LayerTensors& layer,
+                                                                 std::span<const OnlineEviction> all) {
+  std::vector<std::vector<std::int32_t>> evicted;
+  for (const OnlineEviction& what : all) evicted.push_back(online_eviction(layer, what));
+  return evicted;
+}
+
 Registry<BackendCard>& backends() {
   static Registry<BackendCard> registry("backend");
   return registry;

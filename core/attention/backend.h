@@ -274,6 +274,9 @@ class Backend {
   /// [H, tokens]: position of the query after which each token went, -1 for those that are held in the end, and for
   /// those of [0, first) that were not held in the beginning.
   virtual std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) = 0;
+  /// Of several.
+  virtual std::vector<std::vector<std::int32_t>> online_evictions(const LayerTensors& layer,
+                                                                  std::span<const OnlineEviction> all);
 
   /// [keep] numbers of the kept tokens in `resident`, ascending. Throws Error{input} if a vector is not finite.
   virtual std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) = 0;

@@ -32,6 +32,8 @@ class CpuBackend final : public Backend {
   std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
                                         std::span<const std::int32_t> queries, int boundary, bool vectors) override;
   std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override;
+  std::vector<std::vector<std::int32_t>> online_evictions(const LayerTensors& layer,
+                                                          std::span<const OnlineEviction> all) override;
   std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override;
   Matrix norms(const TensorView& tensor, int tokens, double p) override;
   std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override;

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <limits>
+#include <utility>
 
 #include "cpu/cpu_backend.h"
 #include "error.h"
@@ -243,73 +244,124 @@ class Steps {
   int first_seen_ = 0;
 };
 
+/// One of several evictions.
+class EvictedLayer {
+ public:
+  EvictedLayer(const TileKernels& kernels, const OnlineKernels& online, const LayerTensors& layer,
+               const OnlineEviction& what)
+      : kernels_(kernels),
+        online_(online),
+        layer_(layer),
+        what_(what),
+        rows_(what.first < what.tokens ? rows_of(what.heads, layer.q.heads, layer.k.heads) : 0),
+        form_(form_of(kernels, layer, {.count = what.tokens})) {
+    assert(what.recent >= 0 && what.recent <= what.budget);
+    evicted.assign(product(rows_of(what.heads, layer.q.heads, layer.k.heads), what.tokens), -1);
+    const std::vector<std::int32_t> queries = position_range(what.first, std::max(what.first, what.tokens));
+    places_ = query_places(layer, queries, {.count = what.tokens});
+  }
+
+  int rows() const { return rows_; }
+  int budget() const { return what_.budget; }
+  /// False if a logit is not a finite number; `ended` says whether to stop.
+  bool evict(int row, const auto& ended);
+
+  std::vector<std::int32_t> evicted;  // [rows, tokens]
+
+ private:
+  void enter_resident(int row, HeldTokens& tokens, std::deque<int>& recent) const;
+  void add_recent(std::deque<int>& recent, int position, int most) const {
+    recent.push_back(position);
+    while (static_cast<int>(recent.size()) > most) recent.pop_front();
+  }
+  int held() const {
+    return static_cast<int>(what_.resident.size()) / rows_of(what_.heads, layer_.q.heads, layer_.k.heads);
+  }
+
+  const TileKernels& kernels_;
+  const OnlineKernels& online_;
+  const LayerTensors& layer_;
+  const OnlineEviction& what_;
+  int rows_;
+  const TileForm& form_;
+  std::vector<QueryPlace> places_;
+};
+
+void EvictedLayer::enter_resident(int row, HeldTokens& tokens, std::deque<int>& recent) const {
+  for (int i = 0; i < held(); ++i) {
+    const std::size_t number = product(row, held()) + static_cast<std::size_t>(i);
+    const int position = what_.resident[number];
+    if (position < layer_.first_visible(what_.first)) {
+      tokens.add_passed(position, what_.scores[number]);
+    } else {
+      tokens.add(position, what_.scores[number]);
+    }
+    add_recent(recent, position, what_.recent_after(what_.first));
+  }
+}
+
+bool EvictedLayer::evict(int row, const auto& ended) {
+  const int group = layer_.group();
+  HeadRange heads{0, layer_.q.heads};
+  if (what_.heads == Heads::kv) heads = {row * group, (row + 1) * group};
+  if (what_.heads == Heads::query) heads = {row, row + 1};
+  const HeadRange kv_heads{heads.first / group, (heads.end - 1) / group + 1};
+
+  Steps steps(kernels_, form_, online_, layer_, heads, what_.accumulate);
+  HeldTokens tokens(kernels_, form_, online_, layer_, kv_heads,
+                    std::min(std::max(held(), what_.budget), what_.tokens) + steps.at_once());
+  std::deque<int> recent;
+  enter_resident(row, tokens, recent);
+  for (int token = what_.first; token < what_.tokens && !ended();) {
+    const int end = std::min(token + steps.at_once(), what_.tokens);
+    const int before = tokens.slots();
+    const std::span<const QueryPlace> some{places_.data() + (token - what_.first),
+                                           static_cast<std::size_t>(end - token)};
+    for (int next = token; next < end; ++next) tokens.add(next, 0.0);
+    if (!steps.compute(tokens, some, before + 1)) return false;
+    int done = 0;
+    for (; token < end; ++token, ++done) {
+      for (int position = layer_.first_visible(token - 1); position < layer_.first_visible(token); ++position)
+        tokens.pass(position);
+      if (!steps.share_out(done, tokens)) break;
+      add_recent(recent, token, what_.recent_after(token));
+      const int still_to_come = end - token - 1;
+      const int protected_from = recent.empty() ? token + 1 : recent.front();
+      while (tokens.count() - still_to_come > what_.budget_after(token))
+        evicted[product(row, what_.tokens) +
+                static_cast<std::size_t>(tokens.evict_between(what_.first_evictable(token), protected_from))] = token;
+    }
+    tokens.close_up(before + done);
+  }
+  return true;
+}
+
 }  // namespace
 
 std::vector<std::int32_t> CpuBackend::online_eviction(const LayerTensors& layer, const OnlineEviction& what) {
-  assert(what.recent >= 0 && what.recent <= what.budget);
-  const int group = layer.group();
-  const int rows = rows_of(what.heads, layer.q.heads, layer.k.heads);
-  const int held = static_cast<int>(what.resident.size()) / rows;
-  std::vector<std::int32_t> evicted(product(rows, what.tokens), -1);
-  if (what.first >= what.tokens) return evicted;
-  const std::vector<std::int32_t> queries = position_range(what.first, what.tokens);
-  const std::vector<QueryPlace> places = query_places(layer, queries, {.count = what.tokens});
-  const TileForm& form = form_of(kernels_, layer, {.count = what.tokens});
+  return std::move(online_evictions(layer, std::span(&what, 1)).front());
+}
+
+std::vector<std::vector<std::int32_t>> CpuBackend::online_evictions(const LayerTensors& layer,
+                                                                    std::span<const OnlineEviction> all) {
+  std::vector<EvictedLayer> layers;
+  layers.reserve(all.size());
+  std::vector<std::pair<EvictedLayer*, int>> rows;  // the longest first
+  for (const OnlineEviction& what : all) {
+    EvictedLayer& one = layers.emplace_back(kernels_, online_kernels_, layer, what);
+    for (int row = 0; row < one.rows(); ++row) rows.emplace_back(&one, row);
+  }
+  std::ranges::stable_sort(rows, std::greater(), [](const auto& row) { return row.first->budget(); });
   std::atomic<bool> finite{true};
 
   // No more threads than rows: the one that called has work then, and hears of interruptions.
-#pragma omp parallel for schedule(dynamic) num_threads(std::min(threads_, rows))
-  for (int row = 0; row < rows; ++row) {
-    HeadRange heads{0, layer.q.heads};
-    if (what.heads == Heads::kv) heads = {row * group, (row + 1) * group};
-    if (what.heads == Heads::query) heads = {row, row + 1};
-    const HeadRange kv_heads{heads.first / group, (heads.end - 1) / group + 1};
-
-    Steps steps(kernels_, form, online_kernels_, layer, heads, what.accumulate);
-    HeldTokens tokens(kernels_, form, online_kernels_, layer, kv_heads,
-                      std::min(std::max(held, what.budget), what.tokens) + steps.at_once());
-    std::deque<int> recent;
-    const auto add_recent = [&](int position, int most) {
-      recent.push_back(position);
-      while (static_cast<int>(recent.size()) > most) recent.pop_front();
-    };
-    for (int i = 0; i < held; ++i) {
-      const std::size_t number = product(row, held) + static_cast<std::size_t>(i);
-      const int position = what.resident[number];
-      if (position < layer.first_visible(what.first)) {
-        tokens.add_passed(position, what.scores[number]);
-      } else {
-        tokens.add(position, what.scores[number]);
-      }
-      add_recent(position, what.recent_after(what.first));
-    }
-    for (int token = what.first; token < what.tokens && finite && !interruption().ended();) {
-      const int end = std::min(token + steps.at_once(), what.tokens);
-      const int before = tokens.slots();
-      const std::span<const QueryPlace> some{places.data() + (token - what.first),
-                                             static_cast<std::size_t>(end - token)};
-      for (int next = token; next < end; ++next) tokens.add(next, 0.0);
-      if (!steps.compute(tokens, some, before + 1)) {
-        finite = false;
-        break;
-      }
-      int done = 0;
-      for (; token < end; ++token, ++done) {
-        for (int position = layer.first_visible(token - 1); position < layer.first_visible(token); ++position)
-          tokens.pass(position);
-        if (!steps.share_out(done, tokens)) break;
-        add_recent(token, what.recent_after(token));
-        const int still_to_come = end - token - 1;
-        const int protected_from = recent.empty() ? token + 1 : recent.front();
-        while (tokens.count() - still_to_come > what.budget_after(token))
-          evicted[product(row, what.tokens) +
-                  static_cast<std::size_t>(tokens.evict_between(what.first_evictable(token), protected_from))] = token;
-      }
-      tokens.close_up(before + done);
-    }
-  }
+#pragma omp parallel for schedule(dynamic) num_threads(std::clamp(static_cast<int>(rows.size()), 1, threads_))
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    if (!rows[i].first->evict(rows[i].second, [&] { return !finite || interruption().ended(); })) finite = false;
   interruption().require_all_done();
   if (!finite) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
+  std::vector<std::vector<std::int32_t>> evicted;
+  for (EvictedLayer& one : layers) evicted.push_back(std::move(one.evicted));
   return evicted;
 }
 

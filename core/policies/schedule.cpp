@@ -17,4 +17,8 @@ LayerSelection Schedule::run(const ScheduledLayer& layer) const {
   throw Error{Refusal::internal, layer.policy, name() + " changes no sets"};
 }
 
+LayerSelection Schedule::after(const ScheduledLayer& layer, const OnlineCall&, std::span<const std::int32_t>) const {
+  throw Error{Refusal::internal, layer.policy, name() + " evicts nothing online"};
+}
+
 }  // namespace kvreplay

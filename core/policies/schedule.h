@@ -4,6 +4,7 @@
 // prompt. The schedules are in policies/schedules.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -52,6 +53,13 @@ struct ScheduledPrompt {
   int first_query = -1;  // the first eval query; -1: there is none
 };
 
+/// What a backend is to evict in a layer. A schedule that needs more afterwards derives from it.
+struct OnlineCall {
+  OnlineEviction what = {};
+
+  virtual ~OnlineCall() = default;
+};
+
 /// What each query reads of a layer that holds all of the prompt.
 struct LayerReads {
   /// Of each budget, tokens of the prompt that a query may read, less than P: a set over [0, P). Tokens after the
@@ -97,6 +105,11 @@ class Schedule {
 
   /// The sets of a layer. Throws what check() would, and what `poll` throws.
   virtual LayerSelection run(const ScheduledLayer&) const;
+  /// Of online schedules, so that the backend evicts for several budgets side by side; null: run() makes the sets
+  /// alone.
+  virtual std::unique_ptr<OnlineCall> call(const ScheduledLayer&) const { return nullptr; }
+  /// The sets of a layer, from what has gone by its call.
+  virtual LayerSelection after(const ScheduledLayer&, const OnlineCall&, std::span<const std::int32_t> gone) const;
   /// Of schedules that decide nothing: `none` where the trace says what a query reads.
   virtual ScoredUnit scored_unit() const { return ScoredUnit::none; }
   /// Of schedules that decide nothing: whether tokens that a query reads have weights.

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <numeric>
+#include <utility>
 
 #include "policies/selection.h"
 #include "positions.h"
@@ -61,6 +62,7 @@ void Eviction::decide(const LayerView& view) {
       jobs_.guarded(job, [&] {
         if (score(job, view)) to_choose.push_back(&job);
       });
+  evict_online(view);
   // Observables are made by one thread: what does not read the layer does not see it.
   const auto reads_layer = [&](const Job& job) { return job.range(view.layer()).plan.select.reads_layer; };
   jobs_.for_all(
@@ -109,9 +111,12 @@ bool Eviction::score(Job& job, const LayerView& view) {
     return false;
   }
   if (const Schedule& schedule = *range.plan.schedule; schedule.decided() == Decision::during_prefill) {
+    std::unique_ptr<OnlineCall> call;
     job.seconds[l].select = seconds_of(view, [&] {
-      job.selections[l] = schedule.run({view, range.plan, {job.budget, job.of_seen}, job.name, [this] { of_.poll(); }});
+      call = schedule.call(scheduled(job, view));
+      if (call == nullptr) job.selections[l] = schedule.run(scheduled(job, view));
     });
+    if (call != nullptr) online_.push_back({&job, std::move(call)});
   } else if (range.plan.nesting != Nesting::none) {
     select_nested(job, range, view);
   } else {
@@ -121,6 +126,32 @@ bool Eviction::score(Job& job, const LayerView& view) {
     return !counts_come_later(job, range);
   }
   return false;
+}
+
+ScheduledLayer Eviction::scheduled(const Job& job, const LayerView& view) const {
+  return {view, job.range(view.layer()).plan, {job.budget, job.of_seen}, job.name, poll_};
+}
+
+/// The backend evicts for all jobs side by side; each is charged the same share of the time.
+void Eviction::evict_online(const LayerView& view) {
+  const auto l = static_cast<std::size_t>(view.layer());
+  const std::vector<OnlineJob> online = std::exchange(online_, {});
+  std::vector<OnlineEviction> all;
+  for (const OnlineJob& one : online) all.push_back(one.call->what);
+  std::vector<std::vector<std::int32_t>> gone;
+  double seconds = 0;
+  for (std::size_t i = 0; i < online.size(); ++i) {
+    Job& job = *online[i].job;
+    jobs_.guarded(job, [&] {
+      const Timed timed(Work::score, job.policy());
+      if (gone.empty())
+        seconds = seconds_of(view, [&] { gone = view.backend().online_evictions(view.tensors(), all); });
+      const Schedule& schedule = *job.range(view.layer()).plan.schedule;
+      job.seconds[l].select += seconds / static_cast<double>(online.size()) + seconds_of(view, [&] {
+                                 job.selections[l] = schedule.after(scheduled(job, view), *online[i].call, gone[i]);
+                               });
+    });
+  }
 }
 
 Scoring Eviction::scoring(const Job& job, const PlannedRange& range) const {

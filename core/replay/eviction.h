@@ -1,7 +1,9 @@
 // What each job keeps of a layer.
 #pragma once
 
+#include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "observables/layer_view.h"
@@ -22,6 +24,8 @@ class Eviction {
  private:
   bool counts_come_later(const Job& job, const PlannedRange& range) const;
   bool score(Job& job, const LayerView& view);
+  ScheduledLayer scheduled(const Job& job, const LayerView& view) const;
+  void evict_online(const LayerView& view);
   Scoring scoring(const Job& job, const PlannedRange& range) const;
   Matrix scored(Job& job, const PlannedRange& range, const LayerView& view) const;
   void report_scores(const Job& job, const LayerView& view, const Matrix& scores) const;
@@ -42,8 +46,16 @@ class Eviction {
     double seconds = 0;
   };
 
+  /// A job whose tokens go one by one.
+  struct OnlineJob {
+    Job* job;
+    std::unique_ptr<OnlineCall> call;
+  };
+
   const ReplayedTrace& of_;
   Jobs& jobs_;
+  std::function<void()> poll_ = [this] { of_.poll(); };
+  std::vector<OnlineJob> online_;            // of the layer under way
   std::map<ScoreKey, CostedScores> scores_;  // of the layer under way
 };
 

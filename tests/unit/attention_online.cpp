@@ -54,6 +54,24 @@ TEST_P(OnlineEvictionOf, GoesOnFromWhatIsHeld) {
   }
 }
 
+TEST_P(OnlineEvictionOf, SeveralAreEachAsAlone) {
+  const LayerShape& shape = GetParam();
+  const RandomLayer layer(shape);
+  std::vector<OnlineEviction> all;
+  std::vector<std::vector<std::int32_t>> expected;
+  for (const Heads heads : {Heads::kv, Heads::query, Heads::layer})
+    for (const int budget : {3, 20, 1000})
+      for (const int tokens : {0, shape.tokens / 2, shape.tokens}) {
+        all.push_back({.heads = heads, .tokens = tokens, .accumulate = budget != 20, .budget = budget});
+        expected.push_back(reference_eviction(layer, all.back()));
+      }
+  for (const int threads : {1, 2, 5}) {
+    const auto backend = tested_backend(threads);
+    EXPECT_EQ(backend->online_evictions(layer.tensors(), all), expected);
+    EXPECT_TRUE(backend->online_evictions(layer.tensors(), {}).empty());
+  }
+}
+
 TEST_P(OnlineEvictionOf, ByTheNewestQueryAloneIsThatOfBruteForce) {
   const LayerShape& shape = GetParam();
   const RandomLayer layer(shape);

@@ -1,6 +1,7 @@
 // Evicts the token with the lowest score after each token while more than B are resident, also after the prompt.
 #include <algorithm>
 #include <deque>
+#include <memory>
 
 #include "attention/backend.h"
 #include "policies/plan_part.h"
@@ -14,6 +15,13 @@ namespace {
 struct Prefilled {
   std::vector<std::int32_t> positions;
   std::vector<double> scores;
+};
+
+/// A call whose spans are of these vectors.
+struct HeldCall final : OnlineCall {
+  Prefilled prefilled;
+  std::vector<std::int32_t> budgets, recents;
+  Protection::Clamped by_rule = {};  // at the end of the prompt
 };
 
 Prefilled cut_once(const LayerView& view, const Plan& plan, RowBudget budget, const std::string& who) {
@@ -73,10 +81,15 @@ class Online final : public Schedule {
   }
 
   LayerSelection run(const ScheduledLayer& layer) const override {
+    const std::unique_ptr<OnlineCall> made = call(layer);
+    if (made == nullptr) return by_position(layer);
+    return after(layer, *made, layer.view.backend().online_eviction(layer.view.tensors(), made->what));
+  }
+
+  std::unique_ptr<OnlineCall> call(const ScheduledLayer& layer) const override {
     const auto& [view, plan, budget, who, poll] = layer;
-    const int tokens = view.tensors().k.tokens;
+    if (!plan.score) return nullptr;
     const int prompt = view.prompt();
-    if (!plan.score) return by_position(layer);
     const bool accumulate = plan.score.online == OnlineScore::sum;
     // The sum of the newest token has one term, so it is protected if the sinks leave room. Scores of a single query
     // are comparable for all tokens.
@@ -87,54 +100,63 @@ class Online final : public Schedule {
       within.recent = std::max(accumulate ? std::min(1, room - within.sinks) : 0, within.recent);
       return within;
     };
-    Protection::Clamped by_rule = protected_within(budget.tokens, plan.protect.sinks);
-    OnlineEviction what{.heads = plan.grouping.heads,
-                        .tokens = grow_ ? prompt : tokens,
-                        .accumulate = accumulate,
-                        .budget = budget.tokens,
-                        .recent = by_rule.recent,
-                        .sinks = plan.protect.sinks};
-    std::vector<std::int32_t> budgets, recents;
+    auto made = std::make_unique<HeldCall>();
+    OnlineEviction& what = made->what;
+    Prefilled& held = made->prefilled;
+    Protection::Clamped& by_rule = made->by_rule;
+    by_rule = protected_within(budget.tokens, plan.protect.sinks);
+    what = {.heads = plan.grouping.heads,
+            .tokens = grow_ ? prompt : view.tensors().k.tokens,
+            .accumulate = accumulate,
+            .budget = budget.tokens,
+            .recent = by_rule.recent,
+            .sinks = plan.protect.sinks};
     if (budget.of_seen > 0) {
       // A sink that was evicted at a smaller budget is no longer protected.
       int resident = prefill_once_ ? by_rule.sinks : 0;
       for (int t = 0; t < what.tokens; ++t) {
-        budgets.push_back(budget.after(t + 1));
-        if (!prefill_once_ && t < plan.protect.sinks) resident = std::min(resident + 1, budgets.back());
-        const Protection::Clamped now = protected_within(budgets.back(), resident);
-        recents.push_back(now.recent);
+        made->budgets.push_back(budget.after(t + 1));
+        if (!prefill_once_ && t < plan.protect.sinks) resident = std::min(resident + 1, made->budgets.back());
+        const Protection::Clamped now = protected_within(made->budgets.back(), resident);
+        made->recents.push_back(now.recent);
         if (t == prompt - 1) by_rule = now;
       }
-      what.budget = budgets.back();
-      what.recent = recents.back();
-      what.budgets = budgets;
-      what.recents = recents;
+      what.budget = made->budgets.back();
+      what.recent = made->recents.back();
+      what.budgets = made->budgets;
+      what.recents = made->recents;
     }
-    Prefilled held;
     if (prefill_once_) {
       held = cut_once(view, plan, {budget.tokens, by_rule}, who);
       what.first = prompt;
       what.resident = held.positions;
       what.scores = held.scores;
     }
-    const std::vector<std::int32_t> gone = view.backend().online_eviction(view.tensors(), what);
+    return made;
+  }
 
-    LayerSelection selection = empty_selection(view, plan.grouping.heads);
+  LayerSelection after(const ScheduledLayer& layer, const OnlineCall& made,
+                       std::span<const std::int32_t> gone) const override {
+    const LayerView& view = layer.view;
+    const int prompt = view.prompt();
+    const auto& held = static_cast<const HeldCall&>(made);
+    const std::vector<std::int32_t>& positions = held.prefilled.positions;
+    LayerSelection selection = empty_selection(view, layer.plan.grouping.heads);
     const auto rows = static_cast<std::size_t>(selection.set.rows());
-    const auto width = static_cast<std::size_t>(what.tokens);
-    selection.evicted_at.assign(rows * static_cast<std::size_t>(tokens), -1);
-    const std::size_t held_a_row = held.positions.size() / rows;
+    const auto width = static_cast<std::size_t>(made.what.tokens);
+    selection.evicted_at.assign(rows * static_cast<std::size_t>(view.tensors().k.tokens), -1);
+    const std::size_t held_a_row = positions.size() / rows;
     for (std::size_t row = 0; row < rows; ++row) {
       const std::span<std::int32_t> of_row = selection.evicted_of(static_cast<int>(row));
-      std::ranges::copy(std::span(gone).subspan(row * width, width), of_row.begin());
+      std::ranges::copy(gone.subspan(row * width, width), of_row.begin());
       if (prefill_once_) {
-        const std::span<const std::int32_t> kept = std::span(held.positions).subspan(row * held_a_row, held_a_row);
+        const std::span<const std::int32_t> kept = std::span(positions).subspan(row * held_a_row, held_a_row);
         for (int j = 0; j < prompt; ++j)
           if (!std::ranges::binary_search(kept, j)) of_row[static_cast<std::size_t>(j)] = prompt - 1;
       }
       hold_at_end_of_prompt(selection, static_cast<int>(row));
     }
-    enter_protected(selection, by_rule, budget.tokens);
+    enter_protected(selection, held.by_rule, layer.budget.tokens);
     return selection;
   }
 
