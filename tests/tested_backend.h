@@ -36,6 +36,7 @@ class ForcedLevel {
       setenv(variable(), before_->c_str(), 1);
     else
       unsetenv(variable());
+    choose_simd_level();
   }
   ForcedLevel(const ForcedLevel&) = delete;
   ForcedLevel& operator=(const ForcedLevel&) = delete;

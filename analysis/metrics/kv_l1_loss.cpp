@@ -60,7 +60,8 @@ class Distances {
   Eigen::ArrayXd vector_, changed_;
 };
 
-/// The norms of the changes, which all variants and the cells that share the stored layer read.
+/// The norms of the changes, which all variants and the cells that share the stored layer read: these keep the same
+/// tokens.
 const std::vector<StoredLayer::ChangeNorms>& change_norms(const LayerFacts& facts) {
   const LayerTensors& before = facts.view.tensors();
   const LayerTensors& after = facts.stored->tensors;

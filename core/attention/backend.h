@@ -231,7 +231,7 @@ struct Workload {
   int sets = 0;               // of kept_moments
   MomentParts parts = {};     // of kept_moments
   bool comparisons = false;   // compare_attention, at many queries
-  bool online = false;        // online_eviction
+  int online_heads = 0;       // KV heads that a row of online_eviction holds; 0: it is not asked for
   int redundancy_tokens = 0;  // of least_redundant; 0: it is not asked for
 };
 
@@ -274,7 +274,7 @@ class Backend {
   /// [H, tokens]: position of the query after which each token went, -1 for those that are held in the end, and for
   /// those of [0, first) that were not held in the beginning.
   virtual std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) = 0;
-  /// Of several.
+  /// online_eviction() of each of `all`, which may run side by side.
   virtual std::vector<std::vector<std::int32_t>> online_evictions(const LayerTensors& layer,
                                                                   std::span<const OnlineEviction> all);
 

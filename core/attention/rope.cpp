@@ -43,21 +43,23 @@ BackwardRotation::BackwardRotation(const Rope& rope, int farthest)
 std::shared_ptr<const BackwardRotation::Angles> BackwardRotation::angles_of(std::span<const double> frequencies,
                                                                             int farthest) {
   static std::mutex mutex;
-  static std::array<std::shared_ptr<const Angles>, 2> kept;  // layers alternate between two of a model, at most
+  static std::array<std::shared_ptr<const Angles>, 2> tables;  // layers alternate between two of a model, at most
   const std::lock_guard lock(mutex);
   const auto same = [&](const auto& some) {
     return some != nullptr && std::ranges::equal(some->frequencies, frequencies);
   };
-  if (!same(kept[0])) std::swap(kept[0], kept[1]);
-  if (!same(kept[0])) {
+  if (!same(tables[0])) std::swap(tables[0], tables[1]);
+  if (!same(tables[0])) {
     Angles none;
     none.frequencies.assign(frequencies.begin(), frequencies.end());
-    kept[0] = std::make_shared<Angles>(std::move(none));
+    tables[0] = std::make_shared<Angles>(std::move(none));
   }
-  if (kept[0]->distances <= farthest) {
-    Angles longer = *kept[0];
-    longer.distances = std::max(farthest + 1, longer.distances + longer.distances / 4);  // asked for again and again
-    for (int distance = kept[0]->distances; distance < longer.distances; ++distance) {
+  if (tables[0]->distances <= farthest) {
+    Angles longer = *tables[0];
+    longer.distances = std::max(farthest + 1, longer.distances + longer.distances / 4);  // requests grow step by step
+    longer.cosines.reserve(static_cast<std::size_t>(longer.distances) * frequencies.size());
+    longer.sines.reserve(static_cast<std::size_t>(longer.distances) * frequencies.size());
+    for (int distance = tables[0]->distances; distance < longer.distances; ++distance) {
       for (const double frequency : frequencies) {
         const double angle = -distance * frequency;
         const double cosine = std::cos(angle), sine = std::sin(angle);  // side by side, they are computed together
@@ -65,9 +67,9 @@ std::shared_ptr<const BackwardRotation::Angles> BackwardRotation::angles_of(std:
         longer.sines.push_back(sine);
       }
     }
-    kept[0] = std::make_shared<Angles>(std::move(longer));
+    tables[0] = std::make_shared<Angles>(std::move(longer));
   }
-  return kept[0];
+  return tables[0];
 }
 
 template <class Number>

@@ -16,7 +16,7 @@ void rotate(const Rope& rope, int distance, std::span<float> vector);
 void rotate(const Rope& rope, int distance, std::span<double> vector);
 
 /// The same bits for many vectors that move back: sines and cosines of the distances -farthest ... 0. Those of the
-/// frequencies that were asked last are kept, so that layers and policies share them.
+/// two sets of frequencies used last are kept, so that layers and policies share them.
 class BackwardRotation {
  public:
   BackwardRotation() = default;

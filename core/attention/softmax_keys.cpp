@@ -78,7 +78,7 @@ std::vector<QueryPlace> query_places(const LayerTensors& layer, std::span<const 
   return places;
 }
 
-void move(const Rope& rope, const BackwardRotation* rotation, int distance, std::span<float> vector) {
+void rotate(const Rope& rope, const BackwardRotation* rotation, int distance, std::span<float> vector) {
   if (rotation != nullptr)
     rotation->apply(distance, vector);
   else

@@ -35,11 +35,11 @@ struct QueryPlace {
   int end = 0;
   int own = -1;                                // its own key, -1 if that does not take part
   int moved = 0;                               // from where it was captured
-  const BackwardRotation* rotation = nullptr;  // that of the keys
+  const BackwardRotation* rotation = nullptr;  // that of the keys, which outlives this
 };
 
-/// Moves a vector with the sines and cosines of `rotation`, or, where that is null, of its own; the same bits.
-void move(const Rope& rope, const BackwardRotation* rotation, int distance, std::span<float> vector);
+/// Moves a vector, with a table of sines and cosines if there is one; the bits are the same with and without it.
+void rotate(const Rope& rope, const BackwardRotation* rotation, int distance, std::span<float> vector);
 
 /// Places of `queries` (positions). Throws Error{input} where a query is not stored, Error{usage} where a query must
 /// move to its slot and has none, or where the keys that it sees do not stand side by side.

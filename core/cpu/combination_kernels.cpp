@@ -18,7 +18,7 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// a + weight x, each result rounded.
+/// a + weight x: the product and the sum are rounded one after the other.
 struct Product {
   static auto add(auto a, auto weight, auto x) { return hn::Add(a, hn::Mul(weight, x)); }
   static auto add_number(auto a, auto weight, auto x) { return a + weight * x; }
@@ -95,7 +95,7 @@ int nearest_column(const double* vector, int count, const double* rows, std::ptr
   return static_cast<int>(column);
 }
 
-/// Of `Rows` neighbouring rows.
+/// Products of `a` with each of `Rows` neighbouring rows.
 template <int Rows>
 void products_of_rows(const double* a, const double* rows, int n, double* out) {
   constexpr int sums = 8;

@@ -169,7 +169,7 @@ struct Columns {
   int prompt = 0;  // below the boundary
 };
 
-/// Of the rows of a group.
+/// Alignment sums of the rows of a group.
 struct GroupSums {
   explicit GroupSums(int lanes) : dot(at(lanes)), square(at(lanes)) {}
 
@@ -252,7 +252,8 @@ class Block {
     }
   }
 
-  /// Logits of columns -> weights, which may stand where the logits stood, against the full attention.
+  /// Writes the weights of these logits to `out`, which may be the same matrix, and compares them with the full
+  /// attention.
   void compare_weights(const Columns& columns, const LaneMatrix& of_columns, const LaneMatrix& out,
                        std::span<Comparison> compared) const {
     std::vector<double> sinks;

@@ -40,8 +40,8 @@ struct ComparisonKernels {
   /// mass[r] = Σ weights, of the full attention, over the columns of `stored` that are not -infinity.
   void (*compare_logits)(const double* full, const double* weights, const StoredColumns& columns, const double* stored,
                          AlignmentSums logits, double* mass);
-  /// Exponentials -> weights in place, divided by sum[r], and their sums. `stored` is 0 where it has no column; it may
-  /// be `full`.
+  /// Exponentials -> weights in place, divided by sum[r], and their sums. Columns that `stored` lacks count as 0.
+  /// `stored` and `full` may be the same matrix: the sums are then those of the weights.
   void (*compare_weights)(const double* full, int width, const StoredColumns& columns, double* stored,
                           const double* sum, const WeightSums& sums);
 };

@@ -106,17 +106,17 @@ std::size_t CpuBackend::working_set(const LayerTensors& layer, const Workload& w
   const std::size_t rows = threads * (exponentials + (work.parts.logits ? 48 : 0) * row);
   const std::size_t value_bytes = work.parts.outputs ? 2 * (dim + 32) * sizeof(double) : 0;
   const std::size_t values = threads * 48 * static_cast<std::size_t>(work.sets + 1) * (256 + value_bytes);
-  // The general comparison has some 48 rows of logits and two softmaxes in float64 a thread, and the angles of all
-  // distances, whose arrays grow to up to twice their size.
+  // The general comparison has some 48 rows of logits and two softmaxes in float64 a thread, and the sines and cosines
+  // of all distances, of which two tables are kept.
   const auto group = static_cast<std::size_t>(layer.group());
   const std::size_t comparison = threads * std::max(group, std::size_t{48}) * tokens * 3 * sizeof(double) +
                                  tokens * layer.rope.inv_freq.size() * 4 * sizeof(double);
   // Online eviction takes the keys that some rows hold, for each KV head 24 rows of exponentials over them, their
-  // positions and their scores. It keeps nothing.
+  // positions and their scores. A thread has the KV heads of one row. It keeps nothing.
   const std::size_t slot_bytes = (dim + std::max(group, std::size_t{24})) * sizeof(float) + 16;
-  const std::size_t held = std::max(threads, static_cast<std::size_t>(layer.k.heads)) * tokens * slot_bytes;
+  const std::size_t held = threads * static_cast<std::size_t>(work.online_heads) * tokens * slot_bytes;
   const std::size_t redundancy = work.redundancy_tokens > 0 ? redundancy_bytes(layer, work.redundancy_tokens) : 0;
-  return keys + columns + rows + values + redundancy + (work.comparisons ? comparison : 0) + (work.online ? held : 0);
+  return keys + columns + rows + values + redundancy + (work.comparisons ? comparison : 0) + held;
 }
 
 }  // namespace kvreplay

@@ -21,7 +21,7 @@ const std::vector<SimdLevel>& simd_levels();
 /// takes the kernels of that level. Throws Error{usage} when it names none.
 const SimdLevel& choose_simd_level();
 
-/// The one that was chosen last. The first call chooses, and throws as choose_simd_level() does.
+/// That of the last choose_simd_level(), which is called if there was none.
 const SimdLevel& simd_level();
 
 }  // namespace kvreplay

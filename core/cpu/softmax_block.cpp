@@ -107,7 +107,7 @@ void SoftmaxBlock::pack_queries(const LayerTensors& layer, std::span<const Block
       if (!moves) continue;
       const std::span<float> moved(staging + product(r, dim), static_cast<std::size_t>(dim));
       kernels_.widen(vector, layer.q.dtype, dim, moved.data());
-      move(layer.rope, row.place.rotation, row.place.moved, moved);
+      rotate(layer.rope, row.place.rotation, row.place.moved, moved);
       vector = reinterpret_cast<const std::byte*>(moved.data());
     }
     float* packed = queries + static_cast<std::size_t>(panel) * panel_cells;
@@ -197,7 +197,7 @@ void pack_keys(const TileKernels& kernels, const TileForm& form, const LayerTens
     if (!moves) continue;
     const std::span<float> moved(room + product(i, dim), static_cast<std::size_t>(dim));
     kernels.widen(vector, layer.k.dtype, dim, moved.data());
-    move(layer.rope, softmax_keys.rotation, softmax_keys.moved(key), moved);
+    rotate(layer.rope, softmax_keys.rotation, softmax_keys.moved(key), moved);
     vector = reinterpret_cast<const std::byte*>(moved.data());
   }
   form.pack(vectors.data(), moves ? DType::float32 : layer.k.dtype, dim, kernels.keys, out);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 
 #include "attention/softmax_keys.h"
 #include "error.h"
@@ -90,9 +91,10 @@ const Result& LayerView::remember(Memo<Result>& memo, std::string_view observabl
   const auto known = memo.find(key);
   if (known != memo.end()) return known->second;
   const Timed timed(Work::observable, observable);
+  const double before = observable_seconds_;  // what it is made of counts once
   const auto begin = std::chrono::steady_clock::now();
   Result result = placed(compute);
-  observable_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  observable_seconds_ = before + std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return memo.emplace(key, std::move(result)).first->second;
 }
 

@@ -47,9 +47,9 @@ Matrix principal_directions(const LayerTensors& layer, std::span<const std::int3
 std::vector<double> first_eigenvector(std::span<const double> matrix, int dim) {
   const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(
       Eigen::Map<const Eigen::MatrixXd>(matrix.data(), dim, dim));
-  Eigen::Index first = 0;
-  solver.eigenvalues().maxCoeff(&first);
-  const Eigen::VectorXd vector = solver.eigenvectors().col(first);
+  Eigen::Index greatest = 0;  // the first of equal ones
+  solver.eigenvalues().maxCoeff(&greatest);
+  const Eigen::VectorXd vector = solver.eigenvectors().col(greatest);
   return {vector.begin(), vector.end()};
 }
 

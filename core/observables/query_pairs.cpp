@@ -32,7 +32,7 @@ Matrix query_pair_means(const LayerTensors& layer, int tokens, int threads) {
         const double x = query[real], y = query[imaginary];
         sums[i] += x;
         sums[pairs + i] += y;
-        sums[2 * pairs + i] += std::sqrt(x * x + y * y);  // squares of float32 numbers overflow no float64
+        sums[2 * pairs + i] += std::sqrt(x * x + y * y);  // squares of float32 numbers do not overflow
       }
     }
     for (double& sum : sums) sum /= tokens * layer.rope.attention_scaling;

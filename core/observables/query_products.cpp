@@ -28,7 +28,8 @@ std::vector<double> products_with(std::span<const double> query, std::span<const
 }
 
 Matrix query_products(const LayerTensors& layer, std::int32_t position, int first, int end, int threads) {
-  constexpr int block = 32;  // keys of a piece of work, which stay in a first-level cache for the heads of the group
+  constexpr int block = 512;        // keys of a piece of work
+  constexpr int keys_at_once = 32;  // that stay in a first-level cache for the heads of the group
   const CombinationKernels& kernels = combination_kernels();
   const int count = std::max(0, end - first), group = layer.group(), stored = stored_query(layer, position);
   const auto dim = static_cast<std::size_t>(layer.q.dim);
@@ -37,12 +38,14 @@ Matrix query_products(const LayerTensors& layer, std::int32_t position, int firs
   const int blocks = (count + block - 1) / block;
   all_side_by_side(threads, static_cast<std::size_t>(layer.k.heads * blocks), [&](std::size_t piece) {
     const int kv_head = static_cast<int>(piece) / blocks, begin = static_cast<int>(piece) % blocks * block;
-    const int keys = std::min(block, count - begin);
-    std::vector<double> of_keys(static_cast<std::size_t>(keys) * dim);
-    for (int j = 0; j < keys; ++j)
-      read_row(layer.k, kv_head, first + begin + j, std::span(of_keys).subspan(static_cast<std::size_t>(j) * dim, dim));
-    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-      kernels.inner_products(queries.row(head).data(), of_keys.data(), keys, layer.q.dim, &products(head, begin));
+    std::vector<double> of_keys(keys_at_once * dim);
+    for (int key = begin, end_key = std::min(begin + block, count); key < end_key; key += keys_at_once) {
+      const int keys = std::min(keys_at_once, end_key - key);
+      for (int j = 0; j < keys; ++j)
+        read_row(layer.k, kv_head, first + key + j, std::span(of_keys).subspan(static_cast<std::size_t>(j) * dim, dim));
+      for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
+        kernels.inner_products(queries.row(head).data(), of_keys.data(), keys, layer.q.dim, &products(head, key));
+    }
   });
   return products;
 }

@@ -27,7 +27,7 @@ struct StoredLayer {
   struct ChangeNorms {
     std::vector<double> keys, values;
   };
-  mutable std::vector<ChangeNorms> change_norms = {};  // of kept tokens, once a metric has computed them
+  mutable std::vector<ChangeNorms> change_norms = {};  // [Hkv], -1 of tokens that are not kept; made by kv_l1_loss
 };
 
 /// A layer with values that change whenever tokens are evicted.

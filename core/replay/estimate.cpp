@@ -24,6 +24,7 @@ struct Shape {
   bool own_memory = false;  // counts of any size
   bool general = false;     // measured by the general comparison
   bool evolves = false;     // its stored values change with time
+  bool weighs = false;
   bool online = false;
   bool in_time = false;       // sets change with time
   bool reads = false;         // each query reads a set of its own
@@ -46,6 +47,7 @@ Shape shape_of(const Cell& cell, const LayerShape& largest, const Conditions& co
     shape.general |= plan.store->moves_tokens || plan.store->changes_tokens() || plan.schedule->weighs_tokens();
     shape.evolves |= static_cast<bool>(plan.store->evolve);
     shape.reads |= plan.schedule->decided() == Decision::never;
+    shape.weighs |= plan.schedule->weighs_tokens();
     shape.in_time |= plan.schedule->decided() == Decision::during_prefill;
     shape.pairs |= plan.store->pairs_layers();
     shape.online |= plan.schedule->is_online() && (plan.score || plan.store->evolve);
@@ -128,7 +130,7 @@ class CellSums {
     if (shape.repeats) repeated_bytes = 2 * vector_bytes(largest.query_heads);
     candidates += static_cast<double>(shape.rows) * prompt;
     if (shape.online) {
-      work.online = true;
+      work.online_heads = std::max(work.online_heads, shape.rows == 1 ? largest.kv_heads : 1);
       online += static_cast<double>(header.tokens()) / sample_steps * share * prompt / (sample_steps / 2.0);
     }
     if (shape.similarity_layers > 0) {
@@ -171,10 +173,12 @@ class CellSums {
   void add_sets(const Shape& shape, double share) {
     set_bits += shape.rows * positions / 8 * layers;
     pairs |= shape.pairs;
-    // Sets of a block of queries, a row each head; bounds of pages, two float64 a channel and some 16 tokens.
+    // Sets of a block of queries, a row each head; bounds of pages, two float64 a channel and some 16 tokens; keys in
+    // float64 for the weights of tokens.
     if (shape.reads)
       read_bytes += static_cast<std::size_t>(largest.query_heads) * positions / 8 * sample_queries +
-                    static_cast<std::size_t>(largest.kv_heads) * positions * static_cast<std::size_t>(largest.key_dim);
+                    static_cast<std::size_t>(largest.kv_heads) * positions * static_cast<std::size_t>(largest.key_dim) *
+                        (shape.weighs ? 1 + sizeof(double) : 1);
     if (shape.in_time)
       position_bytes += shape.rows * static_cast<std::size_t>(header.tokens()) * layers * sizeof(std::int32_t);
     position_bytes += static_cast<std::size_t>(share * prompt) * shape.rows * layers * sizeof(std::int32_t);

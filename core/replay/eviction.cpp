@@ -132,24 +132,34 @@ ScheduledLayer Eviction::scheduled(const Job& job, const LayerView& view) const 
   return {view, job.range(view.layer()).plan, {job.budget, job.of_seen}, job.name, poll_};
 }
 
-/// The backend evicts for all jobs side by side; each is charged the same share of the time.
+/// The backend evicts for all jobs side by side, and each is charged the same share of the time. If a number of one
+/// cannot be used, each finds out alone whether it is its own.
 void Eviction::evict_online(const LayerView& view) {
   const auto l = static_cast<std::size_t>(view.layer());
   const std::vector<OnlineJob> online = std::exchange(online_, {});
+  if (online.empty()) return;
   std::vector<OnlineEviction> all;
   for (const OnlineJob& one : online) all.push_back(one.call->what);
   std::vector<std::vector<std::int32_t>> gone;
-  double seconds = 0;
+  const double seconds = seconds_of(view, [&] {
+    const Timed timed(Work::score, online.front().job->policy());
+    try {
+      gone = view.backend().online_evictions(view.tensors(), all);
+    } catch (const Error& error) {
+      if (error.refusal() != Refusal::input) throw;
+    }
+  });
   for (std::size_t i = 0; i < online.size(); ++i) {
     Job& job = *online[i].job;
     jobs_.guarded(job, [&] {
       const Timed timed(Work::score, job.policy());
-      if (gone.empty())
-        seconds = seconds_of(view, [&] { gone = view.backend().online_evictions(view.tensors(), all); });
-      const Schedule& schedule = *job.range(view.layer()).plan.schedule;
-      job.seconds[l].select += seconds / static_cast<double>(online.size()) + seconds_of(view, [&] {
-                                 job.selections[l] = schedule.after(scheduled(job, view), *online[i].call, gone[i]);
-                               });
+      const double own = seconds_of(view, [&] {
+        if (gone.empty()) gone.assign(online.size(), {});
+        if (gone[i].empty()) gone[i] = view.backend().online_eviction(view.tensors(), all[i]);
+        job.selections[l] =
+            job.range(view.layer()).plan.schedule->after(scheduled(job, view), *online[i].call, gone[i]);
+      });
+      job.seconds[l].select += seconds / static_cast<double>(online.size()) + own;
     });
   }
 }

@@ -522,7 +522,6 @@ int at_every_simd_level(Check check) {
     choose_simd_level();
     check(level.c_str());
   }
-  choose_simd_level();
   return static_cast<int>(levels.size());
 }
 

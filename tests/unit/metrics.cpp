@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "analysis/measurement.h"
 #include "analysis/metrics/metric.h"

@@ -13,6 +13,7 @@
 #include "replay/replay.h"
 #include "trace/synth.h"
 #include "trace_files.h"
+#include "wrapped_backend.h"
 
 namespace kvreplay {
 namespace {
@@ -39,14 +40,16 @@ class ReplayCells : public TraceFiles {
   ReplayCells() { synthesise(synth_defaults("gaussian"), file("a.h5")); }
 
   Heard replayed(const std::vector<std::string>& policies, int threads) {
+    return replayed(policies, *make_backend("cpu", threads));
+  }
+  Heard replayed(const std::vector<std::string>& policies, Backend& backend) {
     const Trace trace = Trace::open(file("a.h5"));
     const Conditions conditions{boundary(trace, "prompt"), eval_queries(trace, "continuation"),
                                 treated_layers(trace, false)};
     std::vector<Cell> cells;
     for (const std::string& policy : policies) cells.push_back({ConfiguredPolicy::parse(policy), 20});
-    const std::unique_ptr<Backend> backend = make_backend("cpu", threads);
     Heard heard;
-    replay(*backend, trace, conditions, cells, heard);
+    replay(backend, trace, conditions, cells, heard);
     return heard;
   }
 };
@@ -67,6 +70,35 @@ TEST_F(ReplayCells, EachIsChargedTheScoresThatItUses) {
     }
     std::ranges::rotate(policies, policies.begin() + 1);
   }
+}
+
+TEST_F(ReplayCells, ObservablesThatOthersAreMadeOfAreNotTakenOffTwice) {
+  const Heard heard = replayed({"expected-attention", "leverage", "compactor"}, 1);
+  ASSERT_TRUE(heard.failures.empty());
+  for (const auto& [cell, seconds] : heard.seconds)
+    for (const CellSeconds& of_layer : seconds) EXPECT_GE(of_layer.score, 0) << "cell " << cell;
+}
+
+/// Refuses the numbers of those that protect one recent token, and so of all at once.
+class RefusingBackend final : public testing::WrappedBackend {
+ public:
+  using WrappedBackend::WrappedBackend;
+
+  std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override {
+    if (what.recent == 1) throw Error{Refusal::input, "attention", "logits", "finite numbers", "NaN or Inf"};
+    return WrappedBackend::online_eviction(layer, what);
+  }
+};
+
+TEST_F(ReplayCells, OneThatCannotEvictFailsAlone) {
+  RefusingBackend backend(2);
+  const std::vector<std::string> policies{"h2o-online:recent=3", "h2o-online:recent=1", "h2o-online:recent=5"};
+  const Heard heard = replayed(policies, backend);
+  ASSERT_EQ(heard.failures.size(), 1U);
+  EXPECT_NE(heard.failures.at(1).find("finite numbers"), std::string::npos) << heard.failures.at(1);
+  const Heard alone = replayed({policies[0], policies[2]}, 2);
+  EXPECT_EQ(heard.seconds.at(0).size(), alone.seconds.at(0).size());
+  EXPECT_EQ(heard.seconds.at(2).size(), alone.seconds.at(1).size());
 }
 
 TEST_F(ReplayCells, OneThatCannotChooseFailsAlone) {

@@ -18,6 +18,7 @@
 #include "hdf5/hdf5.h"
 #include "trace/synth.h"
 #include "trace_files.h"
+#include "wrapped_backend.h"
 
 namespace kvreplay {
 namespace {
@@ -44,41 +45,17 @@ std::string refusal(const RunRequest& request) {
 }
 
 /// The CPU's numbers, but for half of the mass of the last set's keys.
-class ForgetfulBackend final : public Backend {
+class ForgetfulBackend final : public testing::WrappedBackend {
  public:
-  explicit ForgetfulBackend(int threads) : sound_(make_backend("cpu", threads)) {}
+  using WrappedBackend::WrappedBackend;
 
-  std::string description() const override { return "forgetful"; }
-  Matrix attention_sums(const LayerTensors& layer, const AttentionSums& what) override {
-    return sound_->attention_sums(layer, what);
-  }
   KeptMoments kept_moments(const LayerTensors& layer, std::span<const std::int32_t> queries, int boundary,
                            std::span<const KeptSets> sets, MomentParts parts) override {
-    KeptMoments moments = sound_->kept_moments(layer, queries, boundary, sets, parts);
+    KeptMoments moments = WrappedBackend::kept_moments(layer, queries, boundary, sets, parts);
     for (std::size_t i = moments.kept.size() - moments.full.size(); i < moments.kept.size(); ++i)
       moments.kept[i].mass /= 2;
     return moments;
   }
-  std::vector<ComparedSet> compare_sets(const LayerTensors& layer, std::span<const ChangedSet> sets,
-                                        std::span<const std::int32_t> queries, int boundary, bool vectors) override {
-    return sound_->compare_sets(layer, sets, queries, boundary, vectors);
-  }
-  std::vector<std::int32_t> online_eviction(const LayerTensors& layer, const OnlineEviction& what) override {
-    return sound_->online_eviction(layer, what);
-  }
-  std::vector<std::int32_t> least_redundant(const LayerTensors& layer, const RedundancyElimination& what) override {
-    return sound_->least_redundant(layer, what);
-  }
-  Matrix norms(const TensorView& tensor, int tokens, double p) override { return sound_->norms(tensor, tokens, p); }
-  std::vector<double> similarity_row_maxima(const TensorView& tensor, int tokens) override {
-    return sound_->similarity_row_maxima(tensor, tokens);
-  }
-  std::size_t working_set(const LayerTensors& layer, const Workload& work) const override {
-    return sound_->working_set(layer, work);
-  }
-
- private:
-  std::unique_ptr<Backend> sound_;
 };
 
 const RegisteredBackend forgetful{{.name = "forgetful",

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <numbers>
 #include <optional>
 #include <span>
@@ -23,6 +24,7 @@ namespace {
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
+/// base^exponent by squaring, exponent >= 0.
 double power(double base, int exponent) {
   double product = 1;
   for (; exponent > 0; exponent /= 2, base *= base)
@@ -203,22 +205,28 @@ struct MagicPig {
 
   LogWeights weights(const LayerView& view) const {
     constexpr double least = 1e-6;  // added to probabilities, as the code does (docs/conventions.md, sparse reads)
-    const CentredKeys centred(view);
-    std::vector<std::optional<VectorProducts>> keys(at(centred.heads()));
-    view.on_threads(keys.size(),
-                    [&](std::size_t head) { keys[head].emplace(centred.vectors(), static_cast<int>(head)); });
-    return
-        [*this, &view, centred, keys = std::move(keys)](int head, int position, int first, std::span<double> logits) {
-          std::vector<double> query(at(centred.dim())), products(logits.size());
-          centred.read_query(view.tensors().q, head, stored_query(view.tensors(), position), query);
-          const double lengths = std::sqrt(products_with(query, query).front()) * centred.longest();
-          keys[at(head / view.group())]->with(query, first, products);
-          for (std::size_t i = 0; i < logits.size(); ++i) {
-            if (logits[i] == -HUGE_VAL) continue;
-            const double cosine = lengths > 0 ? products[i] / lengths : 0;
-            logits[i] -= std::log(probability(std::acos(std::clamp(cosine, -1.0, 1.0))) + least);
-          }
-        };
+    // Copies of what is returned share the keys.
+    struct Keys {
+      explicit Keys(const LayerView& view) : centred(view), of_heads(at(centred.heads())) {
+        view.on_threads(of_heads.size(),
+                        [&](std::size_t head) { of_heads[head].emplace(centred.vectors(), static_cast<int>(head)); });
+      }
+      CentredKeys centred;
+      std::vector<std::optional<VectorProducts>> of_heads;
+    };
+    return [*this, &view, keys = std::make_shared<const Keys>(view)](int head, int position, int first,
+                                                                     std::span<double> logits) {
+      const CentredKeys& centred = keys->centred;
+      std::vector<double> query(at(centred.dim())), products(logits.size());
+      centred.read_query(view.tensors().q, head, stored_query(view.tensors(), position), query);
+      const double lengths = std::sqrt(products_with(query, query).front()) * centred.longest();
+      keys->of_heads[at(head / view.group())]->with(query, first, products);
+      for (std::size_t i = 0; i < logits.size(); ++i) {
+        if (logits[i] == -HUGE_VAL) continue;
+        const double cosine = lengths > 0 ? products[i] / lengths : 0;
+        logits[i] -= std::log(probability(std::acos(std::clamp(cosine, -1.0, 1.0))) + least);
+      }
+    };
   }
 
   std::vector<LayerPlan> plans(int layers) const {

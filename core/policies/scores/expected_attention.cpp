@@ -21,8 +21,7 @@ struct ExpectedPart : ExpectedAttention {
 const RegisteredPart<ExpectedPart> registered;
 
 /// scale R mu and scale^2 / 2 R Sigma R', [Hq, ...].
-QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView& view) {
-  const VectorMoments& queries = view.query_moments(values.sinks);
+QuadraticForms expected_logits(const ExpectedAttention& values, const VectorMoments& queries, const LayerView& view) {
   const LayerTensors& tensors = view.tensors();
   const MeanRotation turned = mean_future_rotation(view, values.future);
   const double scale = tensors.softmax_scale * tensors.rope.attention_scaling;
@@ -51,8 +50,10 @@ QuadraticForms expected_logits(const ExpectedAttention& values, const LayerView&
 const Matrix& logits_of_keys(const ExpectedAttention& values, const LayerView& view) {
   const LayerView::Arguments arguments{static_cast<double>(values.sinks), static_cast<double>(values.future),
                                        values.covariance ? 1.0 : 0.0};
-  return view.remember("expected_logits", arguments,
-                       [&] { return values_of(expected_logits(values, view), view.keys(), view.backend().threads()); });
+  const VectorMoments& queries = view.query_moments(values.sinks);
+  return view.remember("expected_logits", arguments, [&] {
+    return values_of(expected_logits(values, queries, view), view.keys(), view.backend().threads());
+  });
 }
 
 Matrix scores(const ExpectedAttention& values, const LayerView& view, const Scoring& how) {

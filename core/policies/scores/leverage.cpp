@@ -51,8 +51,8 @@ Matrix inverse_of(Matrix products, double ridge, int layer) {
   return *std::move(inverse);
 }
 
-/// [Hkv, n]
-Matrix leverages(const Leverage& leverage, const LayerView& view) {
+/// Whose values of keys are their leverages.
+QuadraticForms leverage_forms(const Leverage& leverage, const LayerView& view) {
   const VectorMoments& keys = view.key_moments();
   const int dim = keys.mean.columns();
   QuadraticForms forms{.matrices = Matrix(view.kv_heads(), dim * dim), .centre = keys.centre};
@@ -71,7 +71,7 @@ Matrix leverages(const Leverage& leverage, const LayerView& view) {
     }
     std::ranges::copy(inverse.values(), forms.matrices.row(head).begin());
   }
-  return values_of(forms, view.unrotated_keys(), view.backend().threads());
+  return forms;
 }
 
 }  // namespace
@@ -97,7 +97,9 @@ void Leverage::parameters(Parameters& p) {
 const Matrix& Leverage::operator()(const LayerView& view) const {
   const LayerView::Arguments arguments{static_cast<double>(sketch), static_cast<double>(seed >> 32),
                                        static_cast<double>(seed & 0xFFFFFFFFU), ridge};
-  return view.remember("leverage", arguments, [&] { return z_scores(leverages(*this, view)); });
+  const QuadraticForms forms = leverage_forms(*this, view);
+  return view.remember("leverage", arguments,
+                       [&] { return z_scores(values_of(forms, view.unrotated_keys(), view.backend().threads())); });
 }
 
 }  // namespace kvreplay

@@ -15,7 +15,7 @@
 
 namespace kvreplay {
 
-/// Memory that begins with a cache line: vector instructions on a vector of values then touch no line twice.
+/// Memory that begins with a cache line, so that no vector of eight values lies in two lines.
 template <class T>
 struct LineAllocator {
   using value_type = T;
