@@ -106,7 +106,7 @@ def every_policy(program: Path, trace: Path) -> tuple[list[str], list[str]]:
     fits, others = [], []
     for name in names.split():
         policy = GIVEN.get(name, name)
-        asked = [program, "replay", trace, "-p", policy, "-b", "0.1", "--dry-run", "-o", trace.parent / "replayed"]
+        asked = [program, "replay", trace, "-p", policy, "-b", "0.1", "--dry-run", "--force"]
         answer = subprocess.run(asked, capture_output=True)
         (others if answer.returncode else fits).append(name if answer.returncode else policy)
     return fits, others
