@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Third-party headers -> folders whose own files may include them.
 ALLOWED = {
     "HDF5": (r"<(hdf5|H5\w*)\.h>", ("core/hdf5", "core/trace", "analysis", "tests/fuzz", "tests/unit")),
-    "Eigen": (r"<Eigen/", ("analysis/metrics", "tools/bench", "tools/cli")),
+    "Eigen": (r"<Eigen/", ("core/observables", "analysis/metrics", "tools/bench", "tools/cli")),
     "YAML": (r"<yaml-cpp/", ("core/policies",)),
     "OpenMP": (r"<omp\.h>", ("core/cpu", "cuda", "tools/cli", "tools/bench", "tests/cuda/emulated")),
     "Highway": (r"[<\"]hwy/", ("core/cpu", "tools/cli")),

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
 #include <limits>
 
 #include "analysis/csv.h"
@@ -25,6 +26,11 @@ TEST(Csv, NumbersReadBackAndUndefinedOnesAreEmpty) {
   for (const double value : {0.1, 1.0 / 3, 1e-300, 123456789.125, std::nextafter(1.0, 2.0)})
     EXPECT_EQ(std::stod(csv_number(value)), value);
   EXPECT_EQ(csv_number(1), "1");
+  for (const double value : {-0.0, 1e-5, 1e-4, 1e16, 1e17, -123456.0, 5e-324, 1.7976931348623157e308}) {
+    char expected[64];
+    std::snprintf(expected, sizeof expected, "%.17g", value);
+    EXPECT_EQ(csv_number(value), expected);
+  }
   EXPECT_EQ(csv_number(std::nan("")), "");
   EXPECT_EQ(csv_number(std::numeric_limits<double>::infinity()), "");
 }
