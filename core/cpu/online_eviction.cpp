@@ -351,7 +351,7 @@ std::vector<std::vector<std::int32_t>> CpuBackend::online_evictions(const LayerT
     EvictedLayer& one = layers.emplace_back(kernels_, online_kernels_, layer, what);
     for (int row = 0; row < one.rows(); ++row) rows.emplace_back(&one, row);
   }
-  std::ranges::stable_sort(rows, std::greater(), [](const auto& row) { return row.first->budget(); });
+  std::ranges::sort(rows, std::greater(), [](const auto& row) { return row.first->budget(); });
   std::atomic<bool> finite{true};
 
   // No more threads than rows: the one that called has work then, and hears of interruptions.
