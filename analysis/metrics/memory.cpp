@@ -116,13 +116,11 @@ double held_tokens(const LayerFacts& facts, std::int32_t t) {
   const KeptSet at_query = selection.differs_by_query() ? selection.seen_by(t) : KeptSet();
   const KeptSet& set = selection.differs_by_query() ? at_query : selection.set;
   double of_rows = 0;
-  const int first = facts.view.tensors().first_visible(t), end = std::min(t + 1, set.tokens());
+  const int first = facts.view.tensors().first_visible(t);
   const int after = std::max(0, t + 1 - std::max(set.tokens(), first));
   for (int row = 0; row < set.rows(); ++row) {
     const bool alone = t < set.tokens() && !set.keeps(row, t);
-    // The count of a whole row is faster.
-    const int seen = first == 0 && end == set.tokens() ? set.count(row) : set.count_within(row, first, end);
-    of_rows += seen + after + (alone ? 1 : 0);
+    of_rows += set.count_within(row, first, std::min(t + 1, set.tokens())) + after + (alone ? 1 : 0);
   }
   return of_rows / set.rows();
 }

@@ -19,8 +19,8 @@ inline double cosine(double dot, double square_a, double square_b, double both_z
   if (square_a == 0 && square_b == 0) return both_zero;
   if (square_a == 0 || square_b == 0) return 0.0;
   if (const double product = square_a * square_b; product > 1e-280 && product < 1e280) return dot / std::sqrt(product);
-  // Others are scaled by powers of two, whose product is an even one's: nothing is rounded, and the product stays a
-  // normal number.
+  // Others are scaled by powers of two with an even sum of exponents: nothing is rounded, and the product is a normal
+  // number.
   const int of_a = std::ilogb(square_a);
   const int of_b = of_a + (std::ilogb(square_b) - of_a) / 2 * 2;
   return std::scalbn(dot, -(of_a + of_b) / 2) / std::sqrt(std::scalbn(square_a, -of_a) * std::scalbn(square_b, -of_b));

@@ -38,6 +38,13 @@ inline int count_common(std::span<const std::uint64_t> ours, std::span<const std
   return static_cast<int>(count);
 }
 
+/// use(number) of each bit that is set, 64 a word, ascending.
+void for_bits(std::span<const std::uint64_t> words, const auto& use) {
+  for (std::size_t word = 0; word < words.size(); ++word)
+    for (std::uint64_t rest = words[word]; rest != 0; rest &= rest - 1)
+      use(static_cast<int>(64 * word) + std::countr_zero(rest));
+}
+
 class KeptSet {
  public:
   KeptSet() = default;
@@ -67,6 +74,7 @@ class KeptSet {
   int count(int row) const { return count_common(row_bits(row), row_bits(row)); }
   /// Of the positions [begin, end).
   int count_within(int row, int begin, int end) const {
+    if (begin == 0 && end == tokens_) return count(row);  // several words at once
     int n = 0;
     over_words(begin, end, [&](int position, std::uint64_t bits) {
       n += std::popcount(row_bits(row)[static_cast<std::size_t>(position / 64)] & bits);
@@ -77,10 +85,7 @@ class KeptSet {
   std::vector<std::int32_t> positions(int row) const {
     std::vector<std::int32_t> kept;
     kept.reserve(static_cast<std::size_t>(count(row)));
-    const std::span<const std::uint64_t> bits = row_bits(row);
-    for (std::size_t w = 0; w < bits.size(); ++w)
-      for (std::uint64_t rest = bits[w]; rest != 0; rest &= rest - 1)
-        kept.push_back(static_cast<std::int32_t>(w * 64) + std::countr_zero(rest));
+    for_bits(row_bits(row), [&](int position) { kept.push_back(position); });
     return kept;
   }
   std::span<const std::uint64_t> row_bits(int row) const {

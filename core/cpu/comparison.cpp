@@ -1,6 +1,5 @@
 // The general comparison, plainly: two softmaxes written out in float64.
 #include <algorithm>
-#include <bit>
 #include <cassert>
 #include <cmath>
 #include <cstddef>
@@ -91,7 +90,7 @@ void for_products(const Worker& worker, int dim, int rows, int keys, const auto&
   for (int first = 0; first < rows; first += lanes) {
     const int count = std::min(lanes, rows - first);
     for (int r = 0; r < count; ++r) row_vector(first + r, vectors + product(r, dim));
-    tiles.wide_pack(vectors, count, dim, lanes, packed_rows + product(first, dim));
+    tiles.wide_pack(vectors, count, dim, packed_rows + product(first, dim));
   }
   for (int begin = 0; begin < keys; begin += tiles.rows) {
     const int count = std::min(tiles.rows, keys - begin);
@@ -292,13 +291,6 @@ class Block {
     return of_rows.subspan(first, std::min(at(worker.tiles.wide_keys), of_rows.size() - first));
   }
 };
-
-/// use(number) of each bit that is set, ascending.
-void for_bits(std::span<const std::uint64_t> words, const auto& use) {
-  for (std::size_t word = 0; word < words.size(); ++word)
-    for (std::uint64_t rest = words[word]; rest != 0; rest &= rest - 1)
-      use(static_cast<int>(64 * word) + std::countr_zero(rest));
-}
 
 /// No key of a set moves by more than the number of those that went.
 int farthest_move(std::span<const ChangedSet> sets) {

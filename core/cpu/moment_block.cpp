@@ -1,7 +1,6 @@
 #include "cpu/moment_block.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstddef>
 #include <limits>
 #include <numeric>
@@ -215,9 +214,7 @@ void MomentBlock::add_values(const Section& section) {
       if (!same_mask(wanted, listed)) {
         std::copy_n(wanted, chunk_words, listed);
         keys_.clear();
-        for (int w = 0; w < chunk_words; ++w)
-          for (std::uint64_t rest = wanted[w]; rest != 0; rest &= rest - 1)
-            keys_.push_back(64 * w + std::countr_zero(rest));
+        for_bits(wanted, [&](int key) { keys_.push_back(key); });
       }
       const std::size_t at = static_cast<std::size_t>(i) * product(padded_rows_, padded_dim_);
       if (!keys_.empty())

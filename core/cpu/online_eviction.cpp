@@ -253,15 +253,16 @@ class EvictedLayer {
         online_(online),
         layer_(layer),
         what_(what),
-        rows_(what.first < what.tokens ? rows_of(what.heads, layer.q.heads, layer.k.heads) : 0),
+        rows_(rows_of(what.heads, layer.q.heads, layer.k.heads)),
         form_(form_of(kernels, layer, {.count = what.tokens})) {
     assert(what.recent >= 0 && what.recent <= what.budget);
-    evicted.assign(product(rows_of(what.heads, layer.q.heads, layer.k.heads), what.tokens), -1);
+    evicted.assign(product(rows_, what.tokens), -1);
     const std::vector<std::int32_t> queries = position_range(what.first, std::max(what.first, what.tokens));
     places_ = query_places(layer, queries, {.count = what.tokens});
   }
 
-  int rows() const { return rows_; }
+  /// That have tokens to come.
+  int rows() const { return what_.first < what_.tokens ? rows_ : 0; }
   int budget() const { return what_.budget; }
   /// False if a logit is not a finite number; `ended` says whether to stop.
   bool evict(int row, const auto& ended);
@@ -270,13 +271,11 @@ class EvictedLayer {
 
  private:
   void enter_resident(int row, HeldTokens& tokens, std::deque<int>& recent) const;
-  void add_recent(std::deque<int>& recent, int position, int most) const {
+  static void add_recent(std::deque<int>& recent, int position, int most) {
     recent.push_back(position);
     while (static_cast<int>(recent.size()) > most) recent.pop_front();
   }
-  int held() const {
-    return static_cast<int>(what_.resident.size()) / rows_of(what_.heads, layer_.q.heads, layer_.k.heads);
-  }
+  int held() const { return static_cast<int>(what_.resident.size()) / rows_; }
 
   const TileKernels& kernels_;
   const OnlineKernels& online_;

@@ -312,12 +312,10 @@ std::vector<std::int32_t> CpuBackend::least_redundant(const LayerTensors& layer,
     Similarities& some = similarities.emplace_back(kernels, threads_, shape, bytes, dim, to_slots == nullptr,
                                                    wide_vectors_[number], similarities_[number]);
     const auto write_vector = [&](int slot, double* vector) {
-      float* narrow = scratch().staging.at_least(static_cast<std::size_t>(tensor.dim));
       const int position = what.resident[static_cast<std::size_t>(slot)];
       for (int head = 0; head < tensor.heads; ++head) {
-        kernels_.widen(tensor.row(head, position), tensor.dtype, tensor.dim, narrow);
         const std::span part{vector + product(head, tensor.dim), static_cast<std::size_t>(tensor.dim)};
-        std::copy_n(narrow, part.size(), part.begin());
+        kernels_.widen_to_double(tensor.row(head, position), tensor.dtype, tensor.dim, part.data());
         if (to_slots != nullptr) to_slots->apply(slot - position, part);
       }
     };

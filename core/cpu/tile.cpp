@@ -555,11 +555,11 @@ void pack_bfloat16(const std::byte* const* rows, DType type, int dim, int width,
 }
 #endif
 
-void wide_pack(const double* rows, int count, int dim, int width, double* out) {
+void wide_pack(const double* keys, int count, int dim, double* out) {
   for (int c = 0; c < dim; ++c) {
-    double* row = out + static_cast<std::ptrdiff_t>(c) * width;
-    for (int r = 0; r < count; ++r) row[r] = rows[static_cast<std::ptrdiff_t>(r) * dim + c];
-    for (int r = count; r < width; ++r) row[r] = 0;
+    double* row = out + static_cast<std::ptrdiff_t>(c) * wide_tile_columns;
+    for (int r = 0; r < count; ++r) row[r] = keys[static_cast<std::ptrdiff_t>(r) * dim + c];
+    for (int r = count; r < wide_tile_columns; ++r) row[r] = 0;
   }
 }
 

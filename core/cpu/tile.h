@@ -101,8 +101,8 @@ struct TileKernels {
   /// Exact widening of `count` numbers.
   void (*widen)(const std::byte* source, DType type, int count, float* out);
   void (*widen_to_double)(const std::byte* source, DType type, int count, double* out);
-  /// out[c, r] = vectors[r, c], r < width; rows from `count` on are zeros.
-  void (*wide_pack)(const double* vectors, int count, int dim, int width, double* out);
+  /// A packed tile of keys in float64: out[c, r] = keys[r, c], r < wide_keys; keys from `count` on are zeros.
+  void (*wide_pack)(const double* keys, int count, int dim, double* out);
 
   /// What exponentials() and raise_references() of a block do with a row of these logits, tile by tile, with the same
   /// bits.

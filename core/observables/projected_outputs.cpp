@@ -28,7 +28,7 @@ void add_squares(const TileKernels& kernels, const TensorView& projection, int c
     const int rows = std::min(kernels.wide_keys, projection.tokens - begin);
     for (int r = 0; r < rows; ++r)
       kernels.widen_to_double(projection.row(0, begin + r), projection.dtype, width, unpacked + product(r, width));
-    kernels.wide_pack(unpacked, rows, width, kernels.wide_keys, tile);
+    kernels.wide_pack(unpacked, rows, width, tile);
     for (int first = 0; first < count; first += kernels.rows) {
       const int some = std::min(kernels.rows, count - first);
       kernels.wide_products({vectors + product(first, width), width, 1}, tile, width, some, made);

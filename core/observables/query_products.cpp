@@ -29,7 +29,7 @@ std::vector<double> products_with(std::span<const double> query, std::span<const
 
 Matrix query_products(const LayerTensors& layer, std::int32_t position, int first, int end, int threads) {
   constexpr int block = 512;        // keys of a piece of work
-  constexpr int keys_at_once = 32;  // that stay in a first-level cache for the heads of the group
+  constexpr int keys_at_once = 32;  // which a first-level cache holds for the heads of the group
   const CombinationKernels& kernels = combination_kernels();
   const int count = std::max(0, end - first), group = layer.group(), stored = stored_query(layer, position);
   const auto dim = static_cast<std::size_t>(layer.q.dim);

@@ -149,12 +149,12 @@ void Eviction::evict_online(const LayerView& view) {
       if (error.refusal() != Refusal::input) throw;
     }
   });
+  gone.resize(online.size());
   for (std::size_t i = 0; i < online.size(); ++i) {
     Job& job = *online[i].job;
     jobs_.guarded(job, [&] {
       const Timed timed(Work::score, job.policy());
       const double own = seconds_of(view, [&] {
-        if (gone.empty()) gone.assign(online.size(), {});
         if (gone[i].empty()) gone[i] = view.backend().online_eviction(view.tensors(), all[i]);
         job.selections[l] =
             job.range(view.layer()).plan.schedule->after(scheduled(job, view), *online[i].call, gone[i]);
